@@ -1,0 +1,89 @@
+#ifndef KEDGE_READER_DATA_FILES_H_
+#define KEDGE_READER_DATA_FILES_H_
+
+// The data files of one published directory: opened, sized, mapped or read,
+// checked piece by piece.
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kedge/engine/io/file_system.h"
+#include "kedge/format/manifest.h"
+#include "kedge/reader/read_context.h"
+
+namespace kedge {
+
+// Without Open, files open when they are first fetched, and are never mapped.
+//
+// Thread safety: Fetch and CheckPiece may run concurrently, after Open.
+class DataFiles {
+ public:
+  // `files` is the manifest's list of `directory`, which belongs to `step`;
+  // both it and `context` outlive this object.
+  DataFiles(const ReadContext* context, std::string directory,
+            std::uint64_t step, const std::vector<DataFile>* files);
+
+  // Opens those files of the list that `wanted` marks (one entry a file), and
+  // maps them in map mode. Each must have exactly the manifest's size; one that
+  // is shorter is waited for like one that is missing.
+  //
+  // Errors: kDataLoss a file is larger; kNotFound "pruned"; kUnavailable it
+  // stayed missing or short until the deadline.
+  absl::Status Open(const std::vector<bool>& wanted);
+
+  // Whether Fetch hands out the mapping. False also where the file system
+  // refused to map.
+  bool mapped() const { return mapped_; }
+
+  // Says that the range of an open file will be fetched soon, so that storage
+  // works on it meanwhile.
+  void Expect(std::uint32_t file, std::uint64_t offset, std::uint64_t bytes);
+
+  // The bytes [offset, offset + bytes) of a file that is open: read into
+  // `buffer`, or, if mapped(), in place (`buffer` is not used). The range lies
+  // in the file.
+  absl::StatusOr<std::span<const std::byte>> Fetch(std::uint32_t file,
+                                                   std::uint64_t offset,
+                                                   std::uint64_t bytes,
+                                                   std::byte* buffer);
+  // Only if mapped(): the whole file.
+  std::span<const std::byte> Mapping(std::uint32_t file) const;
+
+  // Compares `bytes`, the piece number `piece` of the file, which begins at
+  // `offset`, with the manifest's hash. kDataLoss names file and piece.
+  absl::Status CheckPiece(std::uint32_t file, std::uint32_t piece,
+                          std::uint64_t offset,
+                          std::span<const std::byte> bytes) const;
+
+  std::string PathOf(std::uint32_t file) const;
+
+ private:
+  struct Slot {
+    std::shared_ptr<File> file;
+    std::unique_ptr<MappedRegion> mapping;
+  };
+  absl::StatusOr<std::shared_ptr<File>> OpenOnce(std::uint32_t file) const;
+  absl::StatusOr<std::shared_ptr<File>> Current(std::uint32_t file);
+  void Forget(std::uint32_t file, const std::shared_ptr<File>& failed);
+
+  const ReadContext* context_;
+  std::string directory_;
+  std::uint64_t step_;
+  const std::vector<DataFile>* files_;
+  bool mapped_ = false;
+  std::mutex mutex_;
+  // Only the `file` members change after Open.
+  std::vector<Slot> slots_;
+};
+
+}  // namespace kedge
+
+#endif  // KEDGE_READER_DATA_FILES_H_
