@@ -1,0 +1,270 @@
+#include "kedge/tests/reader/engine_memory.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kedge/format/status.h"
+
+namespace kedge {
+namespace {
+
+std::vector<std::int64_t> RowMajor(const std::vector<std::uint64_t>& extent,
+                                   std::uint64_t inner_bytes,
+                                   std::uint64_t row_gap_bytes) {
+  std::vector<std::int64_t> strides(extent.size());
+  std::uint64_t bytes = inner_bytes;
+  for (std::size_t d = extent.size(); d-- > 0;) {
+    strides[d] = static_cast<std::int64_t>(bytes);
+    bytes = bytes * extent[d] + row_gap_bytes;
+  }
+  return strides;
+}
+
+std::uint64_t Product(const std::vector<std::uint64_t>& extent) {
+  std::uint64_t product = 1;
+  for (const std::uint64_t e : extent) product *= e;
+  return product;
+}
+
+}  // namespace
+
+std::string LayoutName(Layout layout) {
+  switch (layout) {
+    case Layout::kWhole:
+      return "Whole";
+    case Layout::kPadded:
+      return "Padded";
+    case Layout::kTransposed:
+      return "Transposed";
+    case Layout::kPacked:
+      return "Packed";
+    case Layout::kRows:
+      return "Rows";
+    case Layout::kColumns:
+      return "Columns";
+    case Layout::kReplicas:
+      return "Replicas";
+  }
+  return "?";
+}
+
+EngineMemory::EngineMemory(const TensorTable& table, Layout layout,
+                           const std::vector<std::string>& without) {
+  std::uint64_t used = 64;
+  // Adds a box; `strides` empty means row-major and contiguous.
+  const auto add = [&](int set, const TensorSpec& spec,
+                       std::vector<std::uint64_t> begin,
+                       std::vector<std::uint64_t> extent,
+                       std::vector<std::int64_t> strides, std::uint64_t align) {
+    Planned planned;
+    planned.set = set;
+    planned.target.name = spec.name;
+    planned.target.dtype = spec.dtype;
+    planned.target.shape = spec.shape;
+    planned.target.begin = begin;
+    planned.target.extent = extent;
+    planned.target.strides_bytes = strides;
+    planned.offset = (used + align - 1) / align * align;
+    if (strides.empty()) {
+      strides = RowMajor(extent, ElementBytes(spec.dtype), 0);
+    }
+    std::uint64_t span = Product(extent) == 0 ? 0 : ElementBytes(spec.dtype);
+    for (std::size_t d = 0; d < extent.size() && span > 0; ++d) {
+      span += (extent[d] - 1) * static_cast<std::uint64_t>(strides[d]);
+    }
+    used = planned.offset + span;
+    planned_.push_back(std::move(planned));
+  };
+  const auto halves = [&](const TensorSpec& spec, std::size_t dimension,
+                          int first_set, int second_set) {
+    std::vector<std::uint64_t> begin(spec.shape.size(), 0);
+    std::vector<std::uint64_t> extent = spec.shape;
+    extent[dimension] /= 2;
+    add(first_set, spec, begin, extent, {}, 64);
+    begin[dimension] = extent[dimension];
+    extent[dimension] = spec.shape[dimension] - extent[dimension];
+    add(second_set, spec, begin, extent, {}, 64);
+  };
+
+  for (const TensorSpec& spec : table.tensors()) {
+    if (std::find(without.begin(), without.end(), spec.name) != without.end()) {
+      continue;
+    }
+    const std::size_t rank = spec.shape.size();
+    const std::vector<std::uint64_t> zero(rank, 0);
+    const std::uint64_t element = ElementBytes(spec.dtype);
+    switch (layout) {
+      case Layout::kWhole:
+        add(0, spec, zero, spec.shape, {}, 64);
+        break;
+      case Layout::kPadded:
+        add(0, spec, zero, spec.shape,
+            RowMajor(spec.shape, 2 * element, 3 * element), 64);
+        break;
+      case Layout::kTransposed: {
+        std::vector<std::int64_t> strides(rank);
+        std::uint64_t bytes = element;
+        for (std::size_t d = 0; d < rank; ++d) {
+          strides[d] = static_cast<std::int64_t>(bytes);
+          bytes *= std::max<std::uint64_t>(spec.shape[d], 1);
+        }
+        add(0, spec, zero, spec.shape, strides, 64);
+        break;
+      }
+      case Layout::kPacked: {
+        if (spec.name == "mlp.gate.weight") {
+          const auto row = static_cast<std::int64_t>(spec.shape[1] * element);
+          const std::int64_t item = static_cast<std::int64_t>(element);
+          add(0, spec, zero, spec.shape, {2 * row, item}, 64);
+          // "up" lies between the rows of "gate".
+          Planned up = planned_.back();
+          up.target.name = "mlp.up.weight";
+          up.target.dtype = DType::kF16;
+          up.offset += static_cast<std::uint64_t>(row);
+          used += static_cast<std::uint64_t>(row);
+          planned_.push_back(std::move(up));
+          break;
+        }
+        if (spec.name == "mlp.up.weight") break;
+        if (rank == 0 || spec.shape[0] < 3) {
+          add(0, spec, zero, spec.shape, {}, 64);
+          break;
+        }
+        const std::uint64_t cut[4] = {0, spec.shape[0] / 3, spec.shape[0] / 2,
+                                      spec.shape[0]};
+        for (int part = 2; part >= 0; --part) {
+          std::vector<std::uint64_t> begin = zero;
+          std::vector<std::uint64_t> extent = spec.shape;
+          begin[0] = cut[part];
+          extent[0] = cut[part + 1] - cut[part];
+          add(0, spec, begin, extent, {}, part == 2 ? 64 : element);
+        }
+        break;
+      }
+      case Layout::kRows:
+      case Layout::kColumns: {
+        const std::size_t dimension =
+            rank == 0 || layout == Layout::kRows ? 0 : rank - 1;
+        if (rank == 0 || spec.shape[dimension] < 2) {
+          add(0, spec, zero, spec.shape, {}, 64);
+          add(1, spec, zero, spec.shape, {}, 64);
+        } else {
+          halves(spec, dimension, 0, 1);
+        }
+        break;
+      }
+      case Layout::kReplicas:
+        add(0, spec, zero, spec.shape, {}, 64);
+        if (rank == 0 || spec.shape[0] < 2) {
+          add(1, spec, zero, spec.shape, {}, 64);
+        } else {
+          halves(spec, 0, 1, 1);
+        }
+        break;
+    }
+  }
+
+  arena_.resize(used + 64);
+  owned_.resize(arena_.size(), false);
+  sets_.push_back(std::make_unique<WeightSet>("tp0"));
+  if (layout == Layout::kRows || layout == Layout::kColumns ||
+      layout == Layout::kReplicas) {
+    sets_.push_back(std::make_unique<WeightSet>("tp1"));
+  }
+  for (Planned& planned : planned_) {
+    planned.target.data = arena_.data() + planned.offset;
+    const absl::Status added =
+        sets_[static_cast<std::size_t>(planned.set)]->Add(planned.target);
+    KEDGE_CHECK(added.ok());
+    const std::uint64_t element = ElementBytes(planned.target.dtype);
+    ForEach(planned, [&](std::uint64_t, std::uint64_t at) {
+      for (std::uint64_t b = 0; b < element; ++b) owned_[at + b] = true;
+    });
+  }
+  Fill(std::byte{0xa5});
+}
+
+template <typename Visit>
+void EngineMemory::ForEach(const Planned& planned, Visit visit) {
+  const TensorTarget& target = planned.target;
+  const std::size_t rank = target.shape.size();
+  const std::vector<std::int64_t> strides =
+      target.strides_bytes.empty()
+          ? RowMajor(target.extent, ElementBytes(target.dtype), 0)
+          : target.strides_bytes;
+  std::vector<std::uint64_t> at(rank, 0);
+  const std::uint64_t count = Product(target.extent);
+  for (std::uint64_t i = 0; i < count; ++i) {
+    std::uint64_t flat = 0;
+    std::uint64_t offset = planned.offset;
+    for (std::size_t d = 0; d < rank; ++d) {
+      flat = flat * target.shape[d] + target.begin[d] + at[d];
+      offset += at[d] * static_cast<std::uint64_t>(strides[d]);
+    }
+    visit(flat, offset);
+    for (std::size_t d = rank; d-- > 0;) {
+      if (++at[d] < target.extent[d]) break;
+      at[d] = 0;
+    }
+  }
+}
+
+std::vector<const WeightSet*> EngineMemory::sets() const {
+  std::vector<const WeightSet*> sets;
+  for (const auto& set : sets_) sets.push_back(set.get());
+  return sets;
+}
+
+void EngineMemory::Fill(std::byte value) {
+  fill_ = value;
+  std::fill(arena_.begin(), arena_.end(), value);
+}
+
+void EngineMemory::Load(const ModelBytes& model) {
+  for (const Planned& planned : planned_) {
+    const std::vector<std::byte>& bytes = model.at(planned.target.name);
+    const std::uint64_t element = ElementBytes(planned.target.dtype);
+    ForEach(planned, [&](std::uint64_t flat, std::uint64_t at) {
+      std::memcpy(arena_.data() + at, bytes.data() + flat * element, element);
+    });
+  }
+}
+
+std::string EngineMemory::Difference(const ModelBytes& model) const {
+  std::string difference;
+  for (const Planned& planned : planned_) {
+    const std::vector<std::byte>& bytes = model.at(planned.target.name);
+    const std::uint64_t element = ElementBytes(planned.target.dtype);
+    ForEach(planned, [&](std::uint64_t flat, std::uint64_t at) {
+      if (difference.empty() &&
+          std::memcmp(arena_.data() + at, bytes.data() + flat * element,
+                      element) != 0) {
+        difference = absl::StrCat(planned.target.name, " of set ", planned.set,
+                                  " differs at element ", flat);
+      }
+    });
+  }
+  for (std::size_t i = 0; i < arena_.size() && difference.empty(); ++i) {
+    if (!owned_[i] && arena_[i] != fill_) {
+      difference =
+          absl::StrCat("byte ", i, " outside every target was written");
+    }
+  }
+  return difference;
+}
+
+std::byte* EngineMemory::At(const std::string& name, std::uint64_t element) {
+  std::byte* found = nullptr;
+  for (const Planned& planned : planned_) {
+    if (planned.target.name != name || found != nullptr) continue;
+    ForEach(planned, [&](std::uint64_t flat, std::uint64_t at) {
+      if (flat == element) found = arena_.data() + at;
+    });
+  }
+  KEDGE_CHECK(found != nullptr);
+  return found;
+}
+
+}  // namespace kedge

@@ -1,0 +1,70 @@
+#ifndef KEDGE_TESTS_READER_ENGINE_MEMORY_H_
+#define KEDGE_TESTS_READER_ENGINE_MEMORY_H_
+
+// The memory of an inference engine that holds a model in some layout, and what
+// tests of the reader ask of it.
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kedge/format/tensor_table.h"
+#include "kedge/reader/weight_set.h"
+#include "kedge/tests/support/test_model.h"
+
+namespace kedge {
+
+enum class Layout {
+  kWhole,       // one set, row-major
+  kPadded,      // gaps between rows and between elements
+  kTransposed,  // column-major
+  kPacked,      // thirds of rows in another order; gate and up interleaved
+  kRows,        // two sets, halves along the first dimension
+  kColumns,     // two sets, halves along the last dimension
+  kReplicas,    // a whole set and one that is cut in two
+};
+inline constexpr Layout kAllLayouts[] = {
+    Layout::kWhole, Layout::kPadded,  Layout::kTransposed, Layout::kPacked,
+    Layout::kRows,  Layout::kColumns, Layout::kReplicas};
+std::string LayoutName(Layout layout);
+
+class EngineMemory {
+ public:
+  // `without` are tensors that this engine has no place for.
+  EngineMemory(const TensorTable& table, Layout layout,
+               const std::vector<std::string>& without = {});
+
+  std::vector<const WeightSet*> sets() const;
+
+  // Fills all memory, gaps included.
+  void Fill(std::byte value);
+  // Puts a model into every target.
+  void Load(const ModelBytes& model);
+  // Empty if every target holds `model` bit for bit and no byte outside of the
+  // targets was written since Fill; else says where not.
+  std::string Difference(const ModelBytes& model) const;
+  // The address of an element of a tensor, in the first target that has it.
+  std::byte* At(const std::string& name, std::uint64_t element);
+
+ private:
+  struct Planned {
+    int set = 0;
+    TensorTarget target;
+    std::uint64_t offset = 0;  // in arena_
+  };
+  // Calls visit(flat element index, arena offset) for each element of a target.
+  template <typename Visit>
+  static void ForEach(const Planned& planned, Visit visit);
+
+  std::vector<std::byte> arena_;
+  std::vector<bool> owned_;  // bytes of arena_ that targets hold
+  std::byte fill_{0};
+  std::vector<Planned> planned_;
+  std::vector<std::unique_ptr<WeightSet>> sets_;
+};
+
+}  // namespace kedge
+
+#endif  // KEDGE_TESTS_READER_ENGINE_MEMORY_H_
