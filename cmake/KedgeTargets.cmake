@@ -89,6 +89,10 @@ function(kedge_test name)
     math(EXPR ARG_TIMEOUT "4 * ${ARG_TIMEOUT}")
   endif()
   set_tests_properties(${name} PROPERTIES LABELS "${ARG_LABELS}" TIMEOUT ${ARG_TIMEOUT})
+  if(KEDGE_SANITIZE MATCHES thread)
+    set_property(TEST ${name} APPEND PROPERTY
+      ENVIRONMENT "TSAN_OPTIONS=suppressions=${PROJECT_SOURCE_DIR}/cmake/tsan.supp")
+  endif()
 endfunction()
 
 function(kedge_install)
