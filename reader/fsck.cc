@@ -1275,9 +1275,30 @@ class Run {
             "see the other findings about these steps; readers "
             "join newer versions";
       }
+      if (segment.start == Segment::Start::kDamage && ReplacedBelow(first)) {
+        continue;
+      }
       Add(std::move(finding),
           {segment.subjects.front(), segment.subjects.back()});
     }
+  }
+
+  // Whether what stands right below `step` is not what was looked at: a resume
+  // has replaced it, and a chain that seems to break at `step` need not.
+  bool ReplacedBelow(std::uint64_t step) {
+    std::uint64_t looked_at = 0;
+    if (auto at = steps_.lower_bound(step); at != steps_.begin()) {
+      --at;
+      if (!IsThere(at->second.subject)) return true;
+      looked_at = at->first;
+    }
+    const auto names = fs_->List(root_);
+    return names.ok() &&
+           std::any_of(names->begin(), names->end(), [&](const auto& name) {
+             const auto found = ParseStepDirectoryName(name);
+             return found && *found<step&& * found> looked_at &&
+                    !steps_.contains(*found);
+           });
   }
 
   // ------------------------------------------------------------------- rests
