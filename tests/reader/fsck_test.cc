@@ -1140,7 +1140,7 @@ TEST(FsckTest, AnyOneFailedOperationIsSurvivedReportedOrCouldNotCheck) {
 // A trainer that publishes, a hand that prunes, and a new trainer now and then,
 // while fsck looks on.
 // Off by default: found a rare false finding (not-joinable on the newest step of
-// a store with resumes and pruning) that is not mended yet. Run it with
+// a store with resumes and pruning) that is not wholly mended yet. Run it with
 // --gtest_also_run_disabled_tests.
 TEST(FsckLiveTest, DISABLED_StoreInMotionGivesNoFalseFinding) {
   const TempDirectory directory;
