@@ -11,6 +11,7 @@
 #include "kedge/format/status.h"
 
 #undef HWY_TARGET_INCLUDE
+#define HWY_WANT_AVX3_DL  // compresses bytes, for unary planes
 #define HWY_TARGET_INCLUDE "kedge/engine/cpu/record_apply.cc"
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
@@ -23,22 +24,39 @@
 #define KEDGE_ENGINE_CPU_RECORD_APPLY_ONCE_
 namespace kedge::internal {
 
-// Entries that vector code may read and write behind a list.
-inline constexpr std::uint32_t kVectorSlack = 8;
+// Entries that vector code may read and write beyond a list.
+inline constexpr std::uint32_t kVectorSlack = 32;
 
-// A decoded and checked tile. Indices ascend and are below the tile's units.
+// A decoded and checked tile. An entry is index << 1 | negative; the indices of
+// each list ascend and are below the tile's units.
 struct DecodedTile {
-  // |d| = 1: index << 1 | negative.
-  std::uint32_t a_count;
-  std::uint16_t a[kTileUnits + kVectorSlack];
-  // |d| >= 2; a dense tile has all of its changes here.
-  std::uint32_t b_count;
-  std::uint16_t b[kTileUnits + kVectorSlack];
-  std::uint32_t b_magnitude[kTileUnits];  // |d|
+  std::uint32_t a_count = 0;  // |d| = 1
+  std::uint32_t b_count = 0;  // |d| >= 2, and all changes of a dense tile
+  std::uint16_t entries[kTileUnits + kVectorSlack];      // list A, then list B
+  std::uint32_t b_magnitude[kTileUnits + kVectorSlack];  // |d|
+
+  std::uint16_t* a() { return entries; }
+  const std::uint16_t* a() const { return entries; }
+  std::uint16_t* b() { return entries + a_count; }
+  const std::uint16_t* b() const { return entries + a_count; }
+};
+
+// The cache lines of the next tile to change that were not asked for yet, by
+// entries that lie in them. A core has few requests under way at a time (16 or
+// so) and stalls if asked for more, so they go out a few at a time between the
+// computations of decoding and applying.
+struct LineRequests {
+  const std::uint16_t* next = nullptr;
+  const std::uint16_t* end = nullptr;
+  std::byte* weights = nullptr;
+  std::int64_t unit_bytes = 0;
+  std::int64_t row_step = 0;
+  std::uint64_t reciprocal = 0;
 };
 
 struct DecoderScratch {
   DecodedTile tiles[2];
+  LineRequests requests;
   // For each unit whether list B names it; all zero between tiles.
   std::uint8_t marks[kTileUnits] = {};
   // The parts of a list's gaps.
@@ -69,10 +87,24 @@ struct TilePlace {
   std::int64_t row_stride_bytes;
 };
 
+// What a row of the tile adds beyond the units that precede it.
+constexpr std::int64_t RowStep(const TilePlace& place,
+                               std::uint32_t unit_bytes) {
+  return place.row_stride_bytes -
+         static_cast<std::int64_t>(place.width) * unit_bytes;
+}
+
+// (index * Reciprocal(width)) >> 32 is index / width, exactly, because both
+// stay below 2^15.
+constexpr std::uint64_t Reciprocal(std::uint32_t width) {
+  return ((std::uint64_t{1} << 32) + width - 1) / width;
+}
+
 struct ApplyArguments {
   const DecodedTile* tile;
   TilePlace place;
   std::uint32_t unit_bytes;
+  LineRequests* requests;  // of the tile after this one
 };
 
 }  // namespace kedge::internal
@@ -95,6 +127,74 @@ HWY_INLINE std::uint64_t LoadBits(const std::uint8_t* bytes,
   return LoadWord(bytes + (bit >> 3)) >> (bit & 7);
 }
 
+// Asks for the lines of the next `count` entries.
+HWY_INLINE void AskFor(std::uint32_t count, LineRequests* requests) {
+  const LineRequests r = *requests;
+  const std::uint16_t* const end =
+      r.next + std::min<std::ptrdiff_t>(count, r.end - r.next);
+  for (const std::uint16_t* at = r.next; at != end; ++at) {
+    const std::uint64_t index = *at >> 1;
+    const auto row = static_cast<std::int64_t>((index * r.reciprocal) >> 32);
+    __builtin_prefetch(r.weights +
+                           static_cast<std::int64_t>(index) * r.unit_bytes +
+                           row * r.row_step,
+                       1, 2);
+  }
+  requests->next = end;
+}
+
+// out[i] = base + the position of one i of `word` - i, for its first `ones` >=
+// 1 ones; returns the last. May write kVectorSlack - 1 too many.
+template <typename Number>
+HWY_INLINE std::uint64_t PlaceOnes(std::uint64_t word, std::uint32_t ones,
+                                   std::uint64_t base,
+                                   Number* HWY_RESTRICT out) {
+#if HWY_TARGET <= HWY_AVX3_DL
+  HWY_ALIGN static constexpr std::uint8_t kIota[64] = {
+      0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
+      16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31,
+      32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47,
+      48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
+  const __m512i iota = _mm512_load_si512(kIota);
+  const __m512i less =
+      _mm512_sub_epi8(_mm512_maskz_compress_epi8(word, iota), iota);
+  if constexpr (sizeof(Number) == 2) {
+    const __m512i add = _mm512_set1_epi16(static_cast<short>(base));
+    _mm512_storeu_si512(
+        out, _mm512_add_epi16(
+                 _mm512_cvtepu8_epi16(_mm512_castsi512_si256(less)), add));
+    if (ones > 32) {
+      _mm512_storeu_si512(
+          out + 32,
+          _mm512_add_epi16(
+              _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64(less, 1)), add));
+    }
+  } else {
+    const __m512i add = _mm512_set1_epi32(static_cast<int>(base));
+    const auto part = [&](std::uint32_t at, __m128i bytes) HWY_ATTR {
+      _mm512_storeu_si512(out + at,
+                          _mm512_add_epi32(_mm512_cvtepu8_epi32(bytes), add));
+    };
+    part(0, _mm512_castsi512_si128(less));
+    if (ones > 16) part(16, _mm512_extracti32x4_epi32(less, 1));
+    if (ones > 32) {
+      part(32, _mm512_extracti32x4_epi32(less, 2));
+      part(48, _mm512_extracti32x4_epi32(less, 3));
+    }
+  }
+  const std::uint64_t last = _pdep_u64(std::uint64_t{1} << (ones - 1), word);
+  return base + static_cast<std::uint64_t>(__builtin_ctzll(last)) - (ones - 1);
+#else
+  std::uint64_t last = 0;
+  for (std::uint32_t i = 0; i < ones; ++i) {
+    last = base + static_cast<std::uint64_t>(__builtin_ctzll(word)) - i;
+    word &= word - 1;
+    out[i] = static_cast<Number>(last);
+  }
+  return last;
+#endif
+}
+
 // Finds `count` >= 1 ones of a unary plane from bit `*bit` on, which moves
 // beyond the last of them. zeros[i] is the number of zeros before one i, modulo
 // 2^bits of Number; the return value that before the last one. False if the
@@ -102,8 +202,8 @@ HWY_INLINE std::uint64_t LoadBits(const std::uint8_t* bytes,
 template <typename Number>
 HWY_INLINE bool ReadUnary(const std::uint8_t* bytes, std::uint64_t end_bit,
                           std::uint32_t count, std::uint64_t* bit,
-                          Number* HWY_RESTRICT zeros,
-                          std::uint64_t* last_zeros) {
+                          Number* HWY_RESTRICT zeros, std::uint64_t* last_zeros,
+                          LineRequests* requests) {
   if (*bit >= end_bit) return false;
   const std::uint8_t* at = bytes + (*bit >> 3);
   std::uint64_t word = LoadWord(at) & (~std::uint64_t{0} << (*bit & 7));
@@ -116,12 +216,9 @@ HWY_INLINE bool ReadUnary(const std::uint8_t* bytes, std::uint64_t end_bit,
   for (;;) {
     const std::uint32_t ones = std::min(
         static_cast<std::uint32_t>(__builtin_popcountll(word)), count - done);
-    for (std::uint32_t i = 0; i < ones; ++i) {
-      last = base + static_cast<std::uint64_t>(__builtin_ctzll(word)) - i;
-      word &= word - 1;
-      zeros[done + i] = static_cast<Number>(last);
-    }
+    if (ones != 0) last = PlaceOnes(word, ones, base, zeros + done);
     done += ones;
+    AskFor(ones / 4, requests);
     if (done == count) break;
     base += 64 - ones;
     at += 8;
@@ -167,7 +264,8 @@ HWY_INLINE void UnpackLows(const std::uint8_t* bytes, std::uint64_t bit,
 HWY_INLINE std::uint64_t JoinGaps(const std::uint16_t* HWY_RESTRICT fields,
                                   const std::uint16_t* HWY_RESTRICT zeros,
                                   std::uint32_t k, std::uint32_t count,
-                                  std::uint16_t* HWY_RESTRICT entries) {
+                                  std::uint16_t* HWY_RESTRICT entries,
+                                  LineRequests* requests) {
   const std::uint32_t low_mask = (std::uint32_t{1} << k) - 1;
 #if HWY_TARGET == HWY_SCALAR
   std::uint64_t total = 0;
@@ -189,6 +287,7 @@ HWY_INLINE std::uint64_t JoinGaps(const std::uint16_t* HWY_RESTRICT fields,
   auto carry = hn::Zero(d);  // the sum of the lows so far, plus their count
   auto last = carry;
   for (std::uint32_t i = 0; i < count; i += 8) {
+    AskFor(2, requests);
     const auto field = hn::LoadU(d, fields + i);
     auto sum = hn::Add(hn::And(field, mask), one);
     sum = hn::Add(sum, hn::ShiftLeftLanes<1>(d, sum));
@@ -217,12 +316,13 @@ TileProblem DecodeList(const std::uint8_t* bytes, std::uint64_t low_bit,
                        std::uint16_t* entries, DecoderScratch* scratch) {
   const std::uint32_t k = RiceParameter(count, units);
   std::uint64_t zeros = 0;
-  if (!ReadUnary(bytes, end_bit, count, unary_bit, scratch->zeros, &zeros)) {
+  if (!ReadUnary(bytes, end_bit, count, unary_bit, scratch->zeros, &zeros,
+                 &scratch->requests)) {
     return TileProblem::kPlanes;
   }
   UnpackLows(bytes, low_bit, k + 1, count, scratch->fields);
-  const std::uint64_t lows_and_count =
-      JoinGaps(scratch->fields, scratch->zeros, k, count, entries);
+  const std::uint64_t lows_and_count = JoinGaps(
+      scratch->fields, scratch->zeros, k, count, entries, &scratch->requests);
   // Indices ascend: the last one speaks for all.
   return (zeros << k) + lows_and_count - 1 < units
              ? TileProblem::kNone
@@ -249,18 +349,18 @@ TileProblem DecodeSparseTile(const TileView& view, std::uint32_t units,
   tile->b_count = nb;
   if (na > 0) {
     const TileProblem problem =
-        DecodeList(bytes, 0, na, units, end_bit, &bit, tile->a, scratch);
+        DecodeList(bytes, 0, na, units, end_bit, &bit, tile->a(), scratch);
     if (problem != TileProblem::kNone) return problem;
   }
   if (nb > 0) {
     const TileProblem problem = DecodeList(bytes, b_low_bit, nb, units, end_bit,
-                                           &bit, tile->b, scratch);
+                                           &bit, tile->b(), scratch);
     if (problem != TileProblem::kNone) return problem;
 
     // The sums of the exponents, in place of the magnitudes for now.
     std::uint64_t mantissa_bits = 0;
-    if (!ReadUnary(bytes, end_bit, nb, &bit, tile->b_magnitude,
-                   &mantissa_bits)) {
+    if (!ReadUnary(bytes, end_bit, nb, &bit, tile->b_magnitude, &mantissa_bits,
+                   &scratch->requests)) {
       return TileProblem::kPlanes;
     }
     if (mantissa_bits > end_bit - bit) return TileProblem::kPlanes;
@@ -284,11 +384,13 @@ TileProblem DecodeSparseTile(const TileView& view, std::uint32_t units,
     if (largest >> unit_bits != 0) return TileProblem::kDifference;
 
     std::uint8_t both = 0;
-    for (std::uint32_t i = 0; i < nb; ++i) scratch->marks[tile->b[i] >> 1] = 1;
+    for (std::uint32_t i = 0; i < nb; ++i)
+      scratch->marks[tile->b()[i] >> 1] = 1;
     for (std::uint32_t i = 0; i < na; ++i) {
-      both |= scratch->marks[tile->a[i] >> 1];
+      both |= scratch->marks[tile->a()[i] >> 1];
     }
-    for (std::uint32_t i = 0; i < nb; ++i) scratch->marks[tile->b[i] >> 1] = 0;
+    for (std::uint32_t i = 0; i < nb; ++i)
+      scratch->marks[tile->b()[i] >> 1] = 0;
     if (both != 0) return TileProblem::kUnitInBothLists;
   }
   if ((bit + 7) / 8 != view.payload.size()) return TileProblem::kPlanes;
@@ -318,7 +420,7 @@ TileProblem DecodeDenseTile(const TileView& view, std::uint32_t units,
     // The sums of the quotients, in place of the magnitudes for now.
     std::uint64_t quotient_sum = 0;
     if (!ReadUnary(bytes, end_bit, units, &bit, tile->b_magnitude,
-                   &quotient_sum)) {
+                   &quotient_sum, &scratch->requests)) {
       return TileProblem::kPlanes;
     }
     std::uint32_t highest = 0;
@@ -356,19 +458,19 @@ TileProblem DecodeDenseTile(const TileView& view, std::uint32_t units,
     return TileProblem::kPlanes;
   }
 
+  tile->a_count = 0;
   std::uint32_t count = 0;
   std::uint64_t largest = 0;
   for (std::uint32_t i = 0; i < units; ++i) {
     const std::uint64_t z = zigzags[i];
     const std::uint64_t magnitude = (z >> 1) + (z & 1);
-    tile->b[count] = static_cast<std::uint16_t>(i << 1 | (z & 1));
+    tile->b()[count] = static_cast<std::uint16_t>(i << 1 | (z & 1));
     tile->b_magnitude[count] = static_cast<std::uint32_t>(magnitude);
     count += z != 0 ? 1 : 0;
     largest = std::max(largest, magnitude);
   }
   if (largest >> unit_bits != 0) return TileProblem::kDifference;
   if (count == 0) return TileProblem::kNoChange;
-  tile->a_count = 0;
   tile->b_count = count;
   return TileProblem::kNone;
 }
@@ -391,16 +493,13 @@ class UnitAddress {
   UnitAddress(const TilePlace& place, std::uint32_t unit_bytes)
       : weights_(place.weights),
         unit_bytes_(unit_bytes),
-        reciprocal_(((std::uint64_t{1} << 32) + place.width - 1) / place.width),
-        // What a row adds beyond the units that precede it.
-        row_step_(place.row_stride_bytes -
-                  static_cast<std::int64_t>(place.width) * unit_bytes) {}
+        reciprocal_(Reciprocal(place.width)),
+        row_step_(RowStep(place, unit_bytes)) {}
 
   HWY_INLINE std::byte* operator()(std::uint32_t index) const {
     std::int64_t row = 0;
     if constexpr (rows == Rows::k128) row = index >> 7;
     if constexpr (rows == Rows::kAnyWidth) {
-      // A division, exact because index and width stay below 2^15.
       row = static_cast<std::int64_t>((index * reciprocal_) >> 32);
     }
     return weights_ + std::int64_t{index} * unit_bytes_ + row * row_step_;
@@ -414,7 +513,8 @@ class UnitAddress {
 };
 
 template <typename Unit, Rows rows>
-void AddTile(const DecodedTile& tile, const TilePlace& place) {
+void AddTile(const DecodedTile& tile, const TilePlace& place,
+             LineRequests* requests) {
   const UnitAddress<rows> address(place, sizeof(Unit));
   const auto add = [](std::byte* at, Unit by) HWY_ATTR {
     Unit value;
@@ -422,12 +522,17 @@ void AddTile(const DecodedTile& tile, const TilePlace& place) {
     value = static_cast<Unit>(value + by);
     std::memcpy(at, &value, sizeof(Unit));
   };
-  for (std::uint32_t i = 0; i < tile.a_count; ++i) {
-    const std::uint32_t entry = tile.a[i];
-    add(address(entry >> 1), static_cast<Unit>(1 - 2 * (entry & 1)));
+  constexpr std::uint32_t kBlock = 8;
+  for (std::uint32_t i = 0; i < tile.a_count;) {
+    const std::uint32_t end = std::min(i + kBlock, tile.a_count);
+    AskFor(kBlock / 2, requests);
+    for (; i < end; ++i) {
+      const std::uint32_t entry = tile.a()[i];
+      add(address(entry >> 1), static_cast<Unit>(1 - 2 * (entry & 1)));
+    }
   }
   for (std::uint32_t i = 0; i < tile.b_count; ++i) {
-    const std::uint32_t entry = tile.b[i];
+    const std::uint32_t entry = tile.b()[i];
     const std::uint32_t magnitude = tile.b_magnitude[i];
     add(address(entry >> 1),
         static_cast<Unit>((entry & 1) != 0 ? 0 - magnitude : magnitude));
@@ -440,11 +545,11 @@ void AddUnits(const ApplyArguments& arguments) {
   if (place.row_stride_bytes ==
           static_cast<std::int64_t>(place.width * sizeof(Unit)) ||
       place.height == 1) {
-    AddTile<Unit, Rows::kOneRun>(*arguments.tile, place);
+    AddTile<Unit, Rows::kOneRun>(*arguments.tile, place, arguments.requests);
   } else if (place.width == 128) {
-    AddTile<Unit, Rows::k128>(*arguments.tile, place);
+    AddTile<Unit, Rows::k128>(*arguments.tile, place, arguments.requests);
   } else {
-    AddTile<Unit, Rows::kAnyWidth>(*arguments.tile, place);
+    AddTile<Unit, Rows::kAnyWidth>(*arguments.tile, place, arguments.requests);
   }
 }
 
@@ -459,29 +564,6 @@ void AddWhole(const ApplyArguments& arguments) {
   }
 }
 
-// Inline, or the compiler drops the call: it sees a function without effects.
-template <Rows rows>
-HWY_INLINE void PrefetchTile(const ApplyArguments& arguments) {
-  const UnitAddress<rows> address(arguments.place, arguments.unit_bytes);
-  const DecodedTile& tile = *arguments.tile;
-  for (std::uint32_t i = 0; i < tile.a_count; ++i) {
-    __builtin_prefetch(address(tile.a[i] >> 1), 1, 2);
-  }
-  for (std::uint32_t i = 0; i < tile.b_count; ++i) {
-    __builtin_prefetch(address(tile.b[i] >> 1), 1, 2);
-  }
-}
-
-// Asks for the cache lines that AddWhole is going to change, and for no others:
-// at 2 % density half of a tile's lines stay as they are.
-void PrefetchWhole(const ApplyArguments& arguments) {
-  if (arguments.place.width == 128) {
-    PrefetchTile<Rows::k128>(arguments);
-  } else {
-    PrefetchTile<Rows::kAnyWidth>(arguments);
-  }
-}
-
 }  // namespace HWY_NAMESPACE
 }  // namespace kedge::internal
 HWY_AFTER_NAMESPACE();
@@ -491,7 +573,6 @@ namespace kedge {
 namespace internal {
 HWY_EXPORT(DecodeWhole);
 HWY_EXPORT(AddWhole);
-HWY_EXPORT(PrefetchWhole);
 
 namespace {
 
@@ -537,11 +618,11 @@ DecoderScratch& ThreadScratch() {
 template <typename Visit>
 void ForEachChange(const DecodedTile& tile, Visit&& visit) {
   for (std::uint32_t i = 0; i < tile.a_count; ++i) {
-    visit(tile.a[i] >> 1, std::int64_t{1} - 2 * (tile.a[i] & 1));
+    visit(tile.a()[i] >> 1, std::int64_t{1} - 2 * (tile.a()[i] & 1));
   }
   for (std::uint32_t i = 0; i < tile.b_count; ++i) {
     const std::int64_t magnitude = tile.b_magnitude[i];
-    visit(tile.b[i] >> 1, (tile.b[i] & 1) != 0 ? -magnitude : magnitude);
+    visit(tile.b()[i] >> 1, (tile.b()[i] & 1) != 0 ? -magnitude : magnitude);
   }
 }
 
@@ -643,12 +724,45 @@ TilePlace PlaceIn(const TileBox& box, const BoxTarget& target) {
           target.row_stride_bytes};
 }
 
+// One entry for each cache line of a tile of 16,384 units of 1, 2 or 4 bytes
+// (index 0, 1, 2).
+struct EveryLine {
+  std::uint16_t entries[3][kTileUnits * 4 / 64];
+};
+constexpr EveryLine kEveryLine = [] {
+  EveryLine every{};
+  for (std::uint32_t log = 0; log < 3; ++log) {
+    for (std::uint32_t i = 0; i < (kTileUnits << log) / 64; ++i) {
+      every.entries[log][i] = static_cast<std::uint16_t>((i * 64 >> log) << 1);
+    }
+  }
+  return every;
+}();
+
+// The lines that applying `tile` changes: those of its changes, or, where they
+// are more than its lines, all of them.
+LineRequests RequestsFor(const DecodedTile& tile, const TilePlace& place,
+                         std::uint32_t unit_bytes) {
+  LineRequests requests{.next = tile.entries,
+                        .end = tile.entries + tile.a_count + tile.b_count,
+                        .weights = place.weights,
+                        .unit_bytes = unit_bytes,
+                        .row_step = RowStep(place, unit_bytes),
+                        .reciprocal = Reciprocal(place.width)};
+  const std::uint32_t lines = place.width * place.height * unit_bytes / 64;
+  if (tile.a_count + tile.b_count > lines) {
+    requests.next = kEveryLine.entries[std::countr_zero(unit_bytes)];
+    requests.end = requests.next + lines;
+  }
+  return requests;
+}
+
 // Adds the changes that lie in `target`; returns how many.
 std::uint64_t AddInside(const DecodedTile& tile, const TileBox& box,
-                        const BoxTarget& target) {
+                        const BoxTarget& target, LineRequests* requests) {
   if (Covers(box, target) && target.rows_are_contiguous()) {
     HWY_DYNAMIC_DISPATCH(AddWhole)
-    ({&tile, PlaceIn(box, target), target.unit_bytes});
+    ({&tile, PlaceIn(box, target), target.unit_bytes, requests});
     return tile.a_count + tile.b_count;
   }
   std::uint64_t written = 0;
@@ -679,6 +793,7 @@ absl::StatusOr<RecordSummary> CheckRecord(std::span<const std::byte> record,
   KEDGE_ASSIGN_OR_RETURN(const RecordView view,
                          RecordView::Parse(record, grid.TilesOf(slice)));
   internal::DecoderScratch& scratch = internal::ThreadScratch();
+  scratch.requests = {};
   internal::DecodedTile& tile = scratch.tiles[0];
   internal::ChangeSums sums(key);
   const bool runs = grid.tiles_are_runs();
@@ -720,6 +835,7 @@ absl::StatusOr<std::uint64_t> ApplyRecord(std::span<const std::byte> record,
   KEDGE_ASSIGN_OR_RETURN(const RecordView view,
                          RecordView::Parse(record, grid.TilesOf(slice)));
   internal::DecoderScratch& scratch = internal::ThreadScratch();
+  scratch.requests = {};
   std::uint64_t written = 0;
   std::uint64_t decoded = 0;
   std::uint64_t skipped_tiles = 0;
@@ -731,8 +847,8 @@ absl::StatusOr<std::uint64_t> ApplyRecord(std::span<const std::byte> record,
     if (!waiting) return;
     for (const BoxTarget& target : targets) {
       if (internal::Intersect(waiting_box, target).empty()) continue;
-      written +=
-          internal::AddInside(scratch.tiles[1 - current], waiting_box, target);
+      written += internal::AddInside(scratch.tiles[1 - current], waiting_box,
+                                     target, &scratch.requests);
     }
     waiting = false;
   };
@@ -754,10 +870,11 @@ absl::StatusOr<std::uint64_t> ApplyRecord(std::span<const std::byte> record,
       return status;
     }
     decoded += tile.a_count + tile.b_count;
+    scratch.requests = {};
     for (const BoxTarget& target : targets) {
       if (internal::Covers(box, target) && target.rows_are_contiguous()) {
-        HWY_DYNAMIC_DISPATCH(internal::PrefetchWhole)
-        ({&tile, internal::PlaceIn(box, target), unit_bytes});
+        scratch.requests = internal::RequestsFor(
+            tile, internal::PlaceIn(box, target), unit_bytes);
       }
     }
     apply_waiting();
