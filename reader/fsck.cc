@@ -59,6 +59,7 @@ struct StepRecord {
   State state = State::kDamaged;
   Subject subject;
   std::optional<Hash128> hash;  // if its COMMIT is sound
+  Hash128 digest;               // of the version, if kOk
 };
 
 // A step or an anchor as the checks of one attempt left it.
@@ -80,7 +81,6 @@ using CheckedAnchor = Checked<AnchorManifest>;
 struct ChainState {
   std::optional<VersionId> id;  // nothing: the chain is broken here
   std::shared_ptr<const TensorTable> table;
-  Hash128 digest;
   std::vector<std::uint64_t> l61;
   std::vector<bool> known;
   std::uint64_t unknown = 0;
@@ -107,6 +107,10 @@ struct Segment {
   VersionId last;
   std::optional<VersionId> last_joinable;
   Start start = Start::kDamage;
+  // The first version follows this one, of this digest; its sums were not at
+  // hand.
+  std::optional<VersionId> base;
+  Hash128 base_digest;
   std::vector<Subject> subjects;  // of versions before the first anchor
 };
 
@@ -763,6 +767,7 @@ class Run {
     if (checked->directory.commit) {
       record.hash = checked->directory.commit->manifest_hash;
     }
+    if (checked->sound) record.digest = checked->manifest.digest_after;
     steps_[step] = record;
     if (published) ++report_.steps_checked;
     const bool data_sound = !checked->findings.has_error();
@@ -848,14 +853,14 @@ class Run {
                         Expected("tensor table", ToHex(state_.table->hash()),
                                  ToHex(manifest.table_hash))));
         chain_sound = false;
-      } else if (link == Link::kContinues &&
-                 state_.digest != manifest.digest_before) {
-        found.push_back(MakeFinding(
-            Id::kDigestChain, name,
-            Expected("digest_before",
-                     absl::StrCat(ToHex(state_.digest), ", that after v",
-                                  manifest.base.step),
-                     ToHex(manifest.digest_before))));
+      } else if (const auto digest = DigestOf(manifest.base);
+                 digest && *digest != manifest.digest_before) {
+        found.push_back(
+            MakeFinding(Id::kDigestChain, name,
+                        Expected("digest_before",
+                                 absl::StrCat(ToHex(*digest), ", that after v",
+                                              manifest.base.step),
+                                 ToHex(manifest.digest_before))));
         chain_sound = false;
       }
       if (link != Link::kContinues || !chain_sound) {
@@ -868,7 +873,6 @@ class Run {
       }
     }
     state_.id = id;
-    state_.digest = manifest.digest_after;
 
     bool anchor_sound = false;
     if (anchor != nullptr) {
@@ -901,6 +905,10 @@ class Run {
                             : Segment::Start::kDamage;
       segment_->chain.external_v0 =
           step == 0 && root && anchor == nullptr && data_sound;
+      if (link == Link::kElsewhere && !root && data_sound && chain_sound) {
+        segment_->base = manifest.base;
+        segment_->base_digest = manifest.digest_before;
+      }
     }
     segment_->chain.versions.push_back(step);
     segment_->last = id;
@@ -1179,12 +1187,7 @@ class Run {
   // what came after it was given up while we looked.
   void ReturnTo(const VersionId& base) {
     EndSegment();
-    const auto record = steps_.find(base.step);
-    if (record == steps_.end() ||
-        record->second.state != StepRecord::State::kOk ||
-        *record->second.hash != base.manifest_hash) {
-      return;
-    }
+    if (!DigestOf(base)) return;
     for (auto at = segments_.begin(); at != segments_.end(); ++at) {
       std::vector<std::uint64_t>& versions = at->chain.versions;
       std::vector<std::uint64_t>& anchors = at->chain.anchors;
@@ -1206,13 +1209,51 @@ class Run {
     }
   }
 
-  void CheckJoins() {
-    // Steps that came back while we looked were checked out of order.
+  // What is known of the digest of a version.
+  std::optional<Hash128> DigestOf(const VersionId& id) const {
+    const auto at = steps_.find(id.step);
+    if (at == steps_.end() || at->second.state != StepRecord::State::kOk ||
+        *at->second.hash != id.manifest_hash) {
+      return std::nullopt;
+    }
+    return at->second.digest;
+  }
+
+  // Steps that came, or came back, while we looked were checked out of order:
+  // links up the segments that follow each other after all.
+  void LinkSegments() {
     std::stable_sort(segments_.begin(), segments_.end(),
                      [](const Segment& a, const Segment& b) {
                        return a.chain.versions.front() <
                               b.chain.versions.front();
                      });
+    std::vector<Segment> linked;
+    for (Segment& segment : segments_) {
+      if (linked.empty() || !segment.base ||
+          *segment.base != linked.back().last ||
+          segment.base_digest != DigestOf(*segment.base)) {
+        linked.push_back(std::move(segment));
+        continue;
+      }
+      Segment& before = linked.back();
+      const auto append = [](auto* to, const auto& from) {
+        to->insert(to->end(), from.begin(), from.end());
+      };
+      if (before.last_joinable) {
+        before.last_joinable = segment.last;
+      } else {
+        before.last_joinable = segment.last_joinable;
+        append(&before.subjects, segment.subjects);
+      }
+      append(&before.chain.versions, segment.chain.versions);
+      append(&before.chain.anchors, segment.chain.anchors);
+      before.last = segment.last;
+    }
+    segments_ = std::move(linked);
+  }
+
+  void CheckJoins() {
+    LinkSegments();
     const auto* newest = Below(kMaxStep + 1, /*valid_only=*/true);
     if (newest == nullptr) {
       // A live store may have moved on from all that was there.

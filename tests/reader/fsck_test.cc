@@ -1139,10 +1139,7 @@ TEST(FsckTest, AnyOneFailedOperationIsSurvivedReportedOrCouldNotCheck) {
 
 // A trainer that publishes, a hand that prunes, and a new trainer now and then,
 // while fsck looks on.
-// Off by default: found a rare false finding (not-joinable on the newest step of
-// a store with resumes and pruning) that is not wholly mended yet. Run it with
-// --gtest_also_run_disabled_tests.
-TEST(FsckLiveTest, DISABLED_StoreInMotionGivesNoFalseFinding) {
+TEST(FsckLiveTest, StoreInMotionGivesNoFalseFinding) {
   const TempDirectory directory;
   const std::string path = directory.Join("store");
   constexpr std::uint64_t kSeed = 3;
