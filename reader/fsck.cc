@@ -854,7 +854,8 @@ class Run {
                                  ToHex(manifest.table_hash))));
         chain_sound = false;
       } else if (const auto digest = DigestOf(manifest.base);
-                 digest && *digest != manifest.digest_before) {
+                 link != Link::kFork && digest &&
+                 *digest != manifest.digest_before) {
         found.push_back(
             MakeFinding(Id::kDigestChain, name,
                         Expected("digest_before",

@@ -39,6 +39,7 @@
 #include "kedge/tests/support/fault_file_system.h"
 #include "kedge/tests/support/temp_directory.h"
 #include "kedge/writer/snapshot_writer.h"
+#include "kedge/tests/support/sanitized.h"
 
 namespace kedge {
 namespace {
@@ -810,6 +811,7 @@ TEST(FsckDamageTest, EveryFlippedBitIsFoundInItsFile) {
   for (const std::string& name : fs.FileNames()) {
     std::vector<std::byte>& bytes = fs.bytes(name);
     for (std::size_t at = 0; at < bytes.size(); ++at) {
+      if (!all_bits && kSanitized && at % 9 != 0) continue;
       for (int bit = 0; bit < 8; ++bit) {
         if (!all_bits && bit != static_cast<int>((at * 5 + at / 8) % 8)) {
           continue;

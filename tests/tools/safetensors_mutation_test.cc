@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "kedge/tests/support/sanitized.h"
 #include "kedge/tests/tools/checkpoint_files.h"
 #include "kedge/tools/checkpoint.h"
 #include "kedge/tools/safetensors.h"
@@ -223,7 +224,7 @@ void MutateFiles(std::size_t tensors, int rounds) {
 }
 
 TEST(SafetensorsMutationTest, SmallFilesAreRefusedOrReadExactly) {
-  MutateFiles(/*tensors=*/6, /*rounds=*/12'000);
+  MutateFiles(/*tensors=*/6, /*rounds=*/Rounds(12'000));
 }
 
 TEST(SafetensorsMutationTest, MegabyteHeadersAreRefusedOrReadExactly) {
@@ -240,7 +241,7 @@ TEST(SafetensorsMutationTest, IndexesAreRefusedOrSafe) {
       R"("c":"m-00002-of-00002.safetensors"}})";
   ASSERT_TRUE(ParseCheckpointIndex("i", sound).ok());
   int accepted = 0;
-  constexpr int kRounds = 30'000;
+  constexpr int kRounds = Rounds(30'000);
   for (int round = 0; round < kRounds; ++round) {
     std::string text = sound;
     random.Change(&text);

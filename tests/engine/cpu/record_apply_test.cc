@@ -16,6 +16,7 @@
 #include "kedge/format/codec.h"
 #include "kedge/format/l61.h"
 #include "kedge/tests/engine/cpu/cpu_test_support.h"
+#include "kedge/tests/support/sanitized.h"
 
 namespace kedge {
 namespace {
@@ -278,7 +279,7 @@ TEST(RecordApplyTest, RefusesWhatThePlainDecoderRefuses) {
   int accepted = 0;
   const Shape shapes[] = {{300, 130}, {20000}, {900, 7}, {5, 1000}};
   ForEachTarget([&] {
-    for (std::uint64_t seed = 0; seed < 300; ++seed) {
+    for (std::uint64_t seed = 0; seed < std::uint64_t(Rounds(300)); ++seed) {
       std::mt19937_64 rng(seed);
       const std::uint32_t unit_bytes = 1u << (rng() % 3);
       const Step step = MakeStep(rng, shapes[rng() % 4], unit_bytes, 1);
@@ -371,7 +372,7 @@ TEST(RecordApplyTest, EveryBitFlipAgreesWithThePlainDecoder) {
 
 TEST(RecordApplyTest, RandomPayloadsOfPlausibleTilesNeverCrash) {
   const L61Key key = L61Key::FromSeed(80);
-  for (std::uint64_t seed = 0; seed < 3000; ++seed) {
+  for (std::uint64_t seed = 0; seed < std::uint64_t(Rounds(3000)); ++seed) {
     std::mt19937_64 rng(seed);
     const TileGrid grid = MakeTileGrid(Shape{40000}, 1);
     const std::uint32_t unit_bytes = 1u << (rng() % 3);
