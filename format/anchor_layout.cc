@@ -26,13 +26,6 @@ absl::Status Invalid(absl::string_view where, absl::string_view what,
 absl::StatusOr<std::vector<OwnedSlice>> Owned(
     const TensorTable& table, const std::vector<OwnedSlice>& owned) {
   std::vector<OwnedSlice> result;
-  if (owned.empty()) {
-    for (std::uint32_t i = 0; i < table.size(); ++i) {
-      if (table[i].tied_to != kNotTied || table[i].unit_count() == 0) continue;
-      result.push_back({i, {0, table[i].unit_count()}});
-    }
-    return result;
-  }
   for (const OwnedSlice& slice : owned) {
     if (slice.tensor >= table.size()) {
       return Invalid("owned slices", "tensor",
@@ -75,6 +68,90 @@ absl::StatusOr<std::vector<OwnedSlice>> Owned(
 }
 
 }  // namespace
+
+absl::Status CheckOwnership(std::span<const std::vector<OwnedSlice>> by_rank,
+                            const TensorTable& table) {
+  struct Claim {
+    std::uint32_t tensor;
+    std::uint32_t rank;
+    UnitRange slice;
+  };
+  const auto refuse = [&](std::uint32_t tensor, absl::string_view expected,
+                          absl::string_view found) {
+    return absl::FailedPreconditionError(Describe(
+        {rules::TensorText(table, tensor), "owned ranges", expected, found,
+         "give all ranks one plan of who owns what, then publish again"}));
+  };
+  const auto claim_text = [](const Claim& claim) {
+    return absl::StrCat("rank ", claim.rank, " with ",
+                        rules::RangeText(claim.slice));
+  };
+  std::vector<Claim> claims;
+  for (std::uint32_t rank = 0; rank < by_rank.size(); ++rank) {
+    for (const OwnedSlice& owned : by_rank[rank]) {
+      const Claim claim{owned.tensor, rank, owned.slice};
+      if (owned.tensor >= table.size()) {
+        return absl::FailedPreconditionError(
+            Describe({absl::StrCat("rank ", rank), "owned tensor",
+                      absl::StrCat("below ", table.size()),
+                      absl::StrCat(owned.tensor)}));
+      }
+      if (table[owned.tensor].tied_to != kNotTied) {
+        return refuse(owned.tensor, "none, the tensor is tied",
+                      claim_text(claim));
+      }
+      if (owned.slice.begin >= owned.slice.end ||
+          owned.slice.end > table[owned.tensor].unit_count()) {
+        return refuse(owned.tensor,
+                      absl::StrCat("ranges within its ",
+                                   table[owned.tensor].unit_count(), " units"),
+                      claim_text(claim));
+      }
+      claims.push_back(claim);
+    }
+  }
+  std::sort(claims.begin(), claims.end(), [](const Claim& a, const Claim& b) {
+    if (a.tensor != b.tensor) return a.tensor < b.tensor;
+    if (a.slice.begin != b.slice.begin) return a.slice.begin < b.slice.begin;
+    return a.rank < b.rank;
+  });
+  std::size_t next = 0;
+  for (std::uint32_t i = 0; i < table.size(); ++i) {
+    if (table[i].tied_to != kNotTied) continue;
+    const std::uint64_t units = table[i].unit_count();
+    std::uint64_t covered = 0;
+    const Claim* before = nullptr;
+    while (true) {
+      const Claim* claim = next < claims.size() && claims[next].tensor == i
+                               ? &claims[next]
+                               : nullptr;
+      const std::uint64_t begin = claim != nullptr ? claim->slice.begin : units;
+      if (claim != nullptr && begin < covered) {
+        return refuse(
+            i, "no unit owned twice",
+            absl::StrCat(claim_text(*before), " and ", claim_text(*claim)));
+      }
+      if (begin > covered) {
+        std::string neighbours;
+        if (before != nullptr) {
+          absl::StrAppend(&neighbours, ", after ", claim_text(*before));
+        }
+        if (claim != nullptr) {
+          absl::StrAppend(&neighbours, ", before ", claim_text(*claim));
+        }
+        return refuse(
+            i, absl::StrCat("all of its ", units, " units owned"),
+            absl::StrCat("no owner of ", rules::RangeText({covered, begin}),
+                         " among ", by_rank.size(), " ranks", neighbours));
+      }
+      if (claim == nullptr) break;
+      covered = claim->slice.end;
+      before = claim;
+      ++next;
+    }
+  }
+  return absl::OkStatus();
+}
 
 absl::StatusOr<AnchorLayout> PlanAnchor(const TensorTable& table,
                                         const AnchorLayoutOptions& options,
@@ -156,6 +233,16 @@ absl::StatusOr<AnchorLayout> PlanAnchor(const TensorTable& table,
     emptiest.push({RoundUp(file.bytes, kSliceAlignment), fill.second});
   }
   return layout;
+}
+
+absl::StatusOr<AnchorLayout> PlanAnchor(const TensorTable& table,
+                                        const AnchorLayoutOptions& options) {
+  std::vector<OwnedSlice> everything;
+  for (std::uint32_t i = 0; i < table.size(); ++i) {
+    if (table[i].tied_to != kNotTied || table[i].unit_count() == 0) continue;
+    everything.push_back({i, {0, table[i].unit_count()}});
+  }
+  return PlanAnchor(table, options, everything);
 }
 
 }  // namespace kedge

@@ -6,6 +6,8 @@
 #include <limits>
 #include <random>
 
+#include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "kedge/format/limits.h"
 #include "kedge/format/status.h"
@@ -20,6 +22,7 @@ constexpr char kCommitMagic[] = "KDCM";
 constexpr char kHeadMagic[] = "KDHD";
 constexpr char kStoreMagic[] = "KDST";
 constexpr char kEpochMagic[] = "KDEP";
+constexpr char kLeaseMagic[] = "KDLS";
 constexpr char kSegmentMagic[] = "KDSG";
 constexpr char kAnchorMagic[] = "KDAN";
 
@@ -193,6 +196,7 @@ std::array<std::byte, kStoreBytes> SerializeStore(const StoreInfo& store) {
   writer.Put(8, store.run);
   writer.Put(24, store.l61_seed);
   writer.Put(32, static_cast<std::uint32_t>(store.commit_mode));
+  writer.Put(36, static_cast<std::uint32_t>(store.external_v0 ? 1 : 0));
   writer.Put(40, store.v0_digest);
   writer.Put(56, store.v0_table_hash);
   writer.Put(72, store.created_unix_seconds);
@@ -211,10 +215,14 @@ absl::StatusOr<StoreInfo> ParseStore(absl::string_view where,
     return reader.Bad(32, "commit mode", "1", absl::StrCat(mode));
   }
   store.commit_mode = static_cast<CommitMode>(mode);
+  const auto external_v0 = reader.Get<std::uint32_t>(36);
+  if (external_v0 > 1) {
+    return reader.Bad(36, "external v0", "0 or 1", absl::StrCat(external_v0));
+  }
+  store.external_v0 = external_v0 == 1;
   store.v0_digest = reader.Get<Hash128>(40);
   store.v0_table_hash = reader.Get<Hash128>(56);
   store.created_unix_seconds = reader.Get<std::uint64_t>(72);
-  KEDGE_RETURN_IF_ERROR(reader.CheckZero(36, 4));
   KEDGE_RETURN_IF_ERROR(reader.CheckZero(80, 8));
   return store;
 }
@@ -243,6 +251,69 @@ absl::StatusOr<EpochInfo> ParseEpoch(absl::string_view where,
       reader.CheckRange(32, "epoch", epoch.epoch, 1, kMaxEpoch));
   KEDGE_RETURN_IF_ERROR(reader.CheckZero(36, 4));
   return epoch;
+}
+
+bool IsReaderId(absl::string_view id) {
+  if (id.empty() || id.size() > kMaxReaderIdBytes || id.front() == '.') {
+    return false;
+  }
+  return std::all_of(id.begin(), id.end(), [](char c) {
+    return absl::ascii_isalnum(static_cast<unsigned char>(c)) || c == '.' ||
+           c == '_' || c == '-';
+  });
+}
+
+std::array<std::byte, kLeaseBytes> SerializeLease(const LeaseRecord& lease) {
+  KEDGE_CHECK(IsReaderId(lease.reader));
+  FixedWriter<kLeaseBytes> writer(kLeaseMagic);
+  writer.Put(8, lease.run);
+  writer.Put(24, lease.oldest_step);
+  writer.Put(32, std::uint32_t{lease.holds ? 1u : 0u});
+  writer.Put(36, static_cast<std::uint32_t>(lease.reader.size()));
+  writer.Put(40, lease.held_manifest_hash);
+  writer.Put(56, lease.held_step);
+  writer.Put(64, lease.counter);
+  for (std::size_t i = 0; i < lease.reader.size(); ++i) {
+    writer.Put(72 + i, lease.reader[i]);
+  }
+  return writer.Finish();
+}
+
+absl::StatusOr<LeaseRecord> ParseLease(absl::string_view where,
+                                       std::span<const std::byte> bytes) {
+  FixedReader reader(where, bytes);
+  KEDGE_RETURN_IF_ERROR(reader.Open(kLeaseBytes, kLeaseMagic));
+  LeaseRecord lease;
+  lease.run = reader.Get<RunId>(8);
+  lease.oldest_step = reader.Get<std::uint64_t>(24);
+  const auto holds = reader.Get<std::uint32_t>(32);
+  const auto id_bytes = reader.Get<std::uint32_t>(36);
+  lease.held_manifest_hash = reader.Get<Hash128>(40);
+  lease.held_step = reader.Get<std::uint64_t>(56);
+  lease.counter = reader.Get<std::uint64_t>(64);
+  KEDGE_RETURN_IF_ERROR(
+      reader.CheckRange(24, "oldest step", lease.oldest_step, 0, kMaxStep));
+  KEDGE_RETURN_IF_ERROR(reader.CheckRange(32, "holds", holds, 0, 1));
+  KEDGE_RETURN_IF_ERROR(reader.CheckRange(36, "length of the reader id",
+                                          id_bytes, 1, kMaxReaderIdBytes));
+  lease.holds = holds == 1;
+  if (!lease.holds) {
+    KEDGE_RETURN_IF_ERROR(reader.CheckZero(40, 24));
+  }
+  KEDGE_RETURN_IF_ERROR(
+      reader.CheckRange(56, "held step", lease.held_step, 0, kMaxStep));
+  KEDGE_RETURN_IF_ERROR(
+      reader.CheckRange(64, "counter", lease.counter, 1, kMaxLeaseCounter));
+  for (std::size_t i = 0; i < id_bytes; ++i) {
+    lease.reader.push_back(reader.Get<char>(72 + i));
+  }
+  KEDGE_RETURN_IF_ERROR(
+      reader.CheckZero(72 + id_bytes, kMaxReaderIdBytes - id_bytes));
+  if (!IsReaderId(lease.reader)) {
+    return reader.Bad(72, "reader id", "A-Z a-z 0-9 . _ - and no dot in front",
+                      absl::StrCat("\"", absl::CHexEscape(lease.reader), "\""));
+  }
+  return lease;
 }
 
 std::array<std::byte, kDataFileHeaderBytes> SerializeDataFileHeader(

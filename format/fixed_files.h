@@ -2,10 +2,10 @@
 #define KEDGE_FORMAT_FIXED_FILES_H_
 
 // The fixed-size files of a store and the headers of its data files. See
-// spec/commit.md, spec/head.md, spec/store.md, spec/epoch.md, spec/segment.md,
-// spec/anchor.md. Each begins with {magic u8[4], min_reader u16, writer u16}
-// and ends with XXH3-64, seed 0, of all bytes before it. Reserved bytes are
-// zero.
+// spec/commit.md, spec/head.md, spec/store.md, spec/epoch.md, spec/lease.md,
+// spec/segment.md, spec/anchor.md. Each begins with {magic u8[4], min_reader
+// u16, writer u16} and ends with XXH3-64, seed 0, of all bytes before it.
+// Reserved bytes are zero.
 //
 // Parse functions take `where` (a path) for messages and return
 //   kDataLoss        wrong size, magic, hash, reserved bytes or a field outside
@@ -16,6 +16,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -59,12 +60,13 @@ absl::StatusOr<Head> ParseHead(absl::string_view where,
 enum class CommitMode : std::uint32_t { kRenameDirectory = 1 };
 
 // STORE, 96 bytes: magic "KDST" @0, versions @4, run id @8, L61 seed u64 @24,
-// commit mode u32 @32, reserved u32 @36, v0 state digest @40, v0 tensor table
+// commit mode u32 @32, external v0 u32 (0 or 1) @36, v0 state digest @40, v0 tensor table
 // hash @56, creation time u64 (Unix seconds) @72, reserved u64 @80, hash @88.
 struct StoreInfo {
   RunId run;
   std::uint64_t l61_seed = 0;
   CommitMode commit_mode = CommitMode::kRenameDirectory;
+  bool external_v0 = false;  // engines boot with v0: it has no anchor here
   Hash128 v0_digest;
   Hash128 v0_table_hash;
   std::uint64_t created_unix_seconds = 0;
@@ -90,6 +92,31 @@ inline constexpr std::size_t kEpochBytes = 64;
 std::array<std::byte, kEpochBytes> SerializeEpoch(const EpochInfo& epoch);
 absl::StatusOr<EpochInfo> ParseEpoch(absl::string_view where,
                                      std::span<const std::byte> bytes);
+
+// leases/<reader>, 144 bytes: magic "KDLS" @0, versions @4, run id @8, oldest
+// step u64 @24, holds u32 (0 or 1) @32, length of the reader id u32 @36, held
+// manifest hash @40, held step u64 @56, counter u64 @64, reader id, padded with
+// zeros, u8[64] @72, hash @136.
+struct LeaseRecord {
+  RunId run;
+  std::uint64_t oldest_step = 0;  // steps from here on are needed
+  bool holds = false;             // else held_* are zero
+  std::uint64_t held_step = 0;
+  Hash128 held_manifest_hash;
+  std::uint64_t counter = 0;  // from 1; one more with every write
+  std::string reader;         // IsReaderId
+
+  friend bool operator==(const LeaseRecord&, const LeaseRecord&) = default;
+};
+inline constexpr std::size_t kLeaseBytes = 144;
+inline constexpr std::size_t kMaxReaderIdBytes = 64;
+inline constexpr std::uint64_t kMaxLeaseCounter = std::uint64_t{1} << 62;
+// 1 to 64 of A-Z a-z 0-9 . _ -, the first one no dot: the name of a lease file.
+bool IsReaderId(absl::string_view id);
+// `lease.reader` is a reader id.
+std::array<std::byte, kLeaseBytes> SerializeLease(const LeaseRecord& lease);
+absl::StatusOr<LeaseRecord> ParseLease(absl::string_view where,
+                                       std::span<const std::byte> bytes);
 
 // The first 64 bytes of a segment (magic "KDSG") or an anchor file ("KDAN"):
 // versions @4, run id @8, step u64 @24, rank u32 @32, number u32 @36,

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "kedge/format/anchor_layout.h"
 #include "kedge/format/l61.h"
 #include "kedge/format/manifest.h"
 #include "kedge/format/manifest_rules.h"
@@ -99,64 +100,23 @@ absl::Status CheckAgreement(std::span<const RankFragment> fragments) {
   return absl::OkStatus();
 }
 
-// The owned ranges of all ranks together are every unit of every tensor with
-// its own storage, once.
-absl::Status CheckCoverage(std::span<const RankFragment> fragments,
+// A rank's fragment that breaks a rule by itself: that rank is at fault, and
+// the step can be published again.
+absl::Status CheckFragment(const RankFragment& fragment,
                            const TensorTable& table) {
-  struct Claim {
-    std::uint32_t tensor;
-    std::uint32_t rank;
-    UnitRange slice;
-  };
-  std::vector<Claim> claims;
-  for (const RankFragment& fragment : fragments) {
-    for (const RankFragment::Owned& owned : fragment.owned) {
-      claims.push_back({owned.tensor, fragment.rank, owned.slice});
-    }
+  const std::string where = RankText(fragment.rank);
+  absl::Status status = rules::CheckFragmentLayout(where, fragment);
+  if (status.ok()) status = rules::CheckFragmentTable(where, fragment, table);
+  if (!status.ok()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(status.message(), "; ", kAdvice));
   }
-  std::sort(claims.begin(), claims.end(), [](const Claim& a, const Claim& b) {
-    if (a.tensor != b.tensor) return a.tensor < b.tensor;
-    if (a.slice.begin != b.slice.begin) return a.slice.begin < b.slice.begin;
-    return a.rank < b.rank;
-  });
-  const auto claim_text = [](const Claim& claim) {
-    return absl::StrCat("rank ", claim.rank, " with ", RangeText(claim.slice));
-  };
-  std::size_t next = 0;
-  for (std::uint32_t i = 0; i < table.size(); ++i) {
-    if (table[i].tied_to != kNotTied) continue;
-    const std::uint64_t units = table[i].unit_count();
-    std::uint64_t covered = 0;
-    const Claim* before = nullptr;
-    while (true) {
-      const Claim* claim = next < claims.size() && claims[next].tensor == i
-                               ? &claims[next]
-                               : nullptr;
-      const std::uint64_t begin = claim != nullptr ? claim->slice.begin : units;
-      if (claim != nullptr && begin < covered) {
-        return Disagree(
-            TensorText(table, i), "owned ranges", "no unit owned twice",
-            absl::StrCat(claim_text(*before), " and ", claim_text(*claim)));
-      }
-      if (begin > covered) {
-        std::string neighbours;
-        if (before != nullptr) {
-          absl::StrAppend(&neighbours, ", after ", claim_text(*before));
-        }
-        if (claim != nullptr) {
-          absl::StrAppend(&neighbours, ", before ", claim_text(*claim));
-        }
-        return Disagree(
-            TensorText(table, i), "owned ranges",
-            absl::StrCat("all of its ", units, " units owned"),
-            absl::StrCat("no owner of ", RangeText({covered, begin}), " among ",
-                         fragments.size(), " ranks", neighbours));
-      }
-      if (claim == nullptr) break;
-      covered = claim->slice.end;
-      before = claim;
-      ++next;
-    }
+  if (const auto outside = rules::FirstRecordOutside(fragment)) {
+    const DeltaRecord& record = fragment.records[*outside];
+    return Disagree(
+        TensorText(table, record.tensor), "record",
+        absl::StrCat("within a range that rank ", fragment.rank, " owns"),
+        RangeText(record.slice));
   }
   return absl::OkStatus();
 }
@@ -188,19 +148,14 @@ absl::StatusOr<StepManifest> MergeFragments(
   for (const RankFragment& fragment : fragments) {
     by_rank[fragment.rank] = &fragment;
   }
+  std::vector<std::vector<OwnedSlice>> owned(fragments.size());
   for (const RankFragment* fragment : by_rank) {
-    const std::string where = RankText(fragment->rank);
-    KEDGE_RETURN_IF_ERROR(rules::CheckFragmentLayout(where, *fragment));
-    KEDGE_RETURN_IF_ERROR(rules::CheckFragmentTable(where, *fragment, table));
-    if (const auto outside = rules::FirstRecordOutside(*fragment)) {
-      const DeltaRecord& record = fragment->records[*outside];
-      return Disagree(
-          TensorText(table, record.tensor), "record",
-          absl::StrCat("within a range that rank ", fragment->rank, " owns"),
-          RangeText(record.slice));
+    KEDGE_RETURN_IF_ERROR(CheckFragment(*fragment, table));
+    for (const RankFragment::Owned& range : fragment->owned) {
+      owned[fragment->rank].push_back({range.tensor, range.slice});
     }
   }
-  KEDGE_RETURN_IF_ERROR(CheckCoverage(fragments, table));
+  KEDGE_RETURN_IF_ERROR(CheckOwnership(owned, table));
 
   StepManifest manifest;
   const RankFragment& first = fragments.front();

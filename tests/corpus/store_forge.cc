@@ -79,6 +79,7 @@ void LoadTree(FileSystem& fs, const std::string& path, const std::string& name,
     const FileInfo info = Require(fs.Stat(inner));
     MemoryFileSystem::Node& node = into->nodes[inner_name];
     node.type = info.type;
+    node.modified_ns = info.modified_ns;
     if (info.type == FileType::kDirectory) {
       LoadTree(fs, inner, inner_name, into);
     } else if (info.type == FileType::kRegular) {
@@ -216,6 +217,7 @@ absl::StatusOr<FileInfo> MemoryFileSystem::Stat(absl::string_view path) {
   FileInfo info;
   info.type = node->type;
   info.bytes = node->bytes.size();
+  info.modified_ns = node->modified_ns;
   return info;
 }
 

@@ -29,6 +29,7 @@ class MemoryFileSystem final : public FileSystem {
   struct Node {
     FileType type = FileType::kRegular;
     std::vector<std::byte> bytes;
+    std::int64_t modified_ns = 0;
   };
   // Paths relative to the root, which is "/s" to its users.
   std::map<std::string, Node> nodes;

@@ -349,11 +349,63 @@ TEST(PlanAnchorTest, OwnedSlicesAloneArePlanned) {
   EXPECT_EQ(layout->slices[2].slice.begin, 4u);
 }
 
+TEST(PlanAnchorTest, ARankThatHoldsNothingHasNoFiles) {
+  const auto layout = PlanAnchor(samples::SmallTable(), {.rank = 4}, {});
+  ASSERT_TRUE(layout.ok()) << layout.status();
+  EXPECT_TRUE(layout->files.empty());
+  EXPECT_TRUE(layout->slices.empty());
+}
+
+TEST(CheckOwnershipTest, GapsAndOverlapsNameTensorAndRanks) {
+  // a: 76800 units, b: 10, c tied to a, d: 14, e: 0, f: 12 (samples).
+  const TensorTable table = samples::SmallTable();
+  std::vector<std::vector<OwnedSlice>> good(3);
+  for (std::uint32_t i = 0; i < table.size(); ++i) {
+    if (table[i].tied_to != kNotTied || table[i].unit_count() == 0) continue;
+    good[2].push_back({i, {0, table[i].unit_count()}});
+  }
+  // In any order, over several ranks, one of them empty.
+  good[2][0].slice = {5, table[0].unit_count()};
+  good[0].push_back({0, {0, 5}});
+  std::reverse(good[2].begin(), good[2].end());
+  EXPECT_TRUE(CheckOwnership(good, table).ok()) << CheckOwnership(good, table);
+  const auto expect = [&](const std::string& text, auto mutate) {
+    auto bad = good;
+    mutate(bad);
+    EXPECT_TRUE(Says(CheckOwnership(bad, table),
+                     absl::StatusCode::kFailedPrecondition, text));
+  };
+  expect(
+      "tensor \"a\": owned ranges: expected all of its 76800 units owned, "
+      "found no owner of [4, 5) among 3 ranks, after rank 0 with [0, 4), "
+      "before rank 2 with [5, 76800)",
+      [](auto& by_rank) { by_rank[0][0].slice.end = 4; });
+  expect(
+      "tensor \"a\": owned ranges: expected no unit owned twice, found "
+      "rank 0 with [0, 6) and rank 2 with [5, 76800)",
+      [](auto& by_rank) { by_rank[0][0].slice.end = 6; });
+  expect("rank 1: owned tensor: expected below 6, found 6", [](auto& by_rank) {
+    by_rank[1].push_back({6, {0, 1}});
+  });
+  expect("tensor \"c\": owned ranges: expected none, the tensor is tied",
+         [](auto& by_rank) {
+           by_rank[1].push_back({2, {0, 1}});
+         });
+  expect("tensor \"b\": owned ranges: expected ranges within its 10 units",
+         [](auto& by_rank) {
+           by_rank[1].push_back({1, {9, 11}});
+         });
+  expect("found rank 1 with [3, 3)", [](auto& by_rank) {
+    by_rank[1].push_back({1, {3, 3}});
+  });
+}
+
 TEST(PlanAnchorTest, WhatDoesNotFitIsRejectedByName) {
   const TensorTable table = samples::SmallTable();
   const auto status = [&](AnchorLayoutOptions options,
                           const std::vector<OwnedSlice>& owned = {}) {
-    return PlanAnchor(table, options, owned).status();
+    return owned.empty() ? PlanAnchor(table, options).status()
+                         : PlanAnchor(table, options, owned).status();
   };
   AnchorLayoutOptions options;
   options.anchor_file_bytes = 0;

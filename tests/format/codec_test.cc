@@ -407,6 +407,20 @@ TEST(RecordTest, EveryTruncationAndExtensionIsRefused) {
   }
 }
 
+TEST(RecordTest, MoreTilesThanBytesAreRefusedBeforeTheirHeadersAreRead) {
+  // Zeros, as in a sparse file: group headers alone, no byte for any tile.
+  RecordHeader header = {};
+  header.tile_count = 64 * 1000;
+  header.nnz = 64 * 1000;
+  std::vector<std::byte> record(sizeof(header) + 1000 * sizeof(GroupHeader));
+  std::memcpy(record.data(), &header, sizeof(header));
+  const auto parsed =
+      RecordView::Parse(record, {.first = 0, .count = 1'000'000});
+  ASSERT_EQ(parsed.status().code(), absl::StatusCode::kDataLoss);
+  EXPECT_THAT(std::string(parsed.status().message()),
+              testing::HasSubstr("tile_count 64000 does not fit"));
+}
+
 TEST(RecordTest, MutatedBytesNeverCrash) {
   const TileGrid grid = MakeTileGrid(Shape{300, 130}, 1);
   int accepted = 0;

@@ -37,10 +37,18 @@ CommitRecord MakeCommit() {
 }
 Head MakeHead() { return {MakeRun(0x10), 18, 2, MakeRun(0xa0)}; }
 StoreInfo MakeStore() {
-  return {MakeRun(0x10), 0x1122334455667788, CommitMode::kRenameDirectory,
-          MakeRun(0xa0), MakeRun(0xc0),      1790000000};
+  return {MakeRun(0x10),
+          0x1122334455667788,
+          CommitMode::kRenameDirectory,
+          /*external_v0=*/false,
+          MakeRun(0xa0),
+          MakeRun(0xc0),
+          1790000000};
 }
 EpochInfo MakeEpoch() { return {MakeRun(0x10), 18, 3, MakeRun(0xa0)}; }
+LeaseRecord MakeLease() {
+  return {MakeRun(0x10), 17, true, 18, MakeRun(0xa0), 5, "engine-3.tp-0"};
+}
 DataFileHeader MakeHeader(FileKind kind) {
   return {MakeRun(0x10), 18, {kind, 3, 1}, 4096, 7};
 }
@@ -61,6 +69,8 @@ std::vector<Kind> AllKinds() {
                    [](auto b) { return ParseStore("STORE", b).status(); }});
   kinds.push_back({"epoch", ToVector(SerializeEpoch(MakeEpoch())),
                    [](auto b) { return ParseEpoch("epoch", b).status(); }});
+  kinds.push_back({"lease", ToVector(SerializeLease(MakeLease())),
+                   [](auto b) { return ParseLease("lease", b).status(); }});
   for (const FileKind kind : {FileKind::kSegment, FileKind::kAnchor}) {
     kinds.push_back({kind == FileKind::kSegment ? "segment" : "anchor",
                      ToVector(SerializeDataFileHeader(MakeHeader(kind))),
@@ -96,6 +106,13 @@ TEST(FixedFilesTest, FieldsComeBack) {
   EXPECT_EQ(*ParseHead("", SerializeHead(MakeHead())), MakeHead());
   EXPECT_EQ(*ParseStore("", SerializeStore(MakeStore())), MakeStore());
   EXPECT_EQ(*ParseEpoch("", SerializeEpoch(MakeEpoch())), MakeEpoch());
+  EXPECT_EQ(*ParseLease("", SerializeLease(MakeLease())), MakeLease());
+  LeaseRecord joining = MakeLease();
+  joining.holds = false;
+  joining.held_step = 0;
+  joining.held_manifest_hash = {};
+  joining.reader = std::string(kMaxReaderIdBytes, 'x');
+  EXPECT_EQ(*ParseLease("", SerializeLease(joining)), joining);
   for (const FileKind kind : {FileKind::kSegment, FileKind::kAnchor}) {
     EXPECT_EQ(*ParseDataFileHeader("", kind,
                                    SerializeDataFileHeader(MakeHeader(kind))),
@@ -194,10 +211,24 @@ TEST(FixedFilesTest, FieldsOutOfRangeAreRejectedByName) {
   expect("COMMIT", 36, u32{kMaxFlatBufferBytes + 1}, "manifest length");
   expect("HEAD", 36, u32{1}, "reserved");
   expect("STORE", 32, u32{2}, "commit mode");
-  expect("STORE", 36, u32{1}, "reserved");
+  expect("STORE", 36, u32{2}, "external v0");
   expect("STORE", 80, u64{1} << 63, "offset 87: reserved");
   expect("epoch", 24, u64{kMaxStep + 1}, "resume step");
   expect("epoch", 36, u32{1}, "reserved");
+  expect("lease", 24, u64{kMaxStep + 1}, "oldest step");
+  expect("lease", 32, u32{2}, "holds");
+  expect("lease", 32, u32{0}, "offset 40: reserved");  // holds nothing, yet v18
+  expect("lease", 36, u32{0}, "length of the reader id");
+  expect("lease", 36, u32{65}, "length of the reader id");
+  expect("lease", 36, u32{12}, "offset 84: reserved");
+  expect("lease", 36, u32{14}, "reader id");
+  expect("lease", 56, u64{kMaxStep + 1}, "held step");
+  expect("lease", 64, u64{0}, "counter");
+  expect("lease", 64, kMaxLeaseCounter + 1, "counter");
+  expect("lease", 72, '.', "reader id");
+  expect("lease", 73, '/', "reader id");
+  expect("lease", 73, '\0', "reader id");
+  expect("lease", 135, 'x', "offset 135: reserved");
   for (const char* name : {"segment", "anchor"}) {
     expect(name, 32, u32{kMaxRanks}, "rank");
     expect(name, 36, u32{kMaxFilesPerRank}, "number");
@@ -217,6 +248,20 @@ TEST(FixedFilesTest, StepZeroIsOfEpochZeroOrOfALaterAnchor) {
     commit.epoch = epoch;
     EXPECT_TRUE(ParseCommit("", SerializeCommit(commit)).ok());
   }
+}
+
+TEST(FixedFilesTest, ReaderIdsAreFileNamesThatNothingElseHas) {
+  for (const char* id : {"a", "Engine_3.tp-0", "-", "_", "0"}) {
+    EXPECT_TRUE(IsReaderId(id)) << id;
+  }
+  // ".nfs..." is what a network file system calls a file that is still open.
+  for (const char* id :
+       {"", ".", "..", ".nfs0001", "a/b", "a b", "a~b", "a\n", "\xc3\xa4"}) {
+    EXPECT_FALSE(IsReaderId(id)) << id;
+  }
+  EXPECT_TRUE(IsReaderId(std::string(64, 'a')));
+  EXPECT_FALSE(IsReaderId(std::string(65, 'a')));
+  EXPECT_FALSE(IsReaderId(absl::string_view("a\0b", 3)));
 }
 
 TEST(FixedFilesTest, EmptyDataFileIsValid) {

@@ -284,8 +284,15 @@ TEST_F(MergeTest, BaseStatesThatDoNotFitAreRefused) {
 
 TEST_F(MergeTest, FragmentThatBreaksARuleIsRefusedByItsRank) {
   one_.records[0].nnz = 0;
-  EXPECT_TRUE(
-      Says(Merge().status(), kLoss, "fragment of rank 1: records[0].nnz"));
+  EXPECT_TRUE(Says(Merge().status(), kPrecondition,
+                   "fragment of rank 1: records[0].nnz"));
+}
+
+// A partial sum that cannot be one.
+TEST_F(MergeTest, WrongPartialSumIsRefusedByItsRank) {
+  one_.records[0].l61 = kL61Prime;
+  EXPECT_TRUE(Says(Merge().status(), kPrecondition,
+                   "fragment of rank 1: records[0].l61"));
 }
 
 TEST_F(MergeTest, EmptyStepOfEmptyRanksPasses) {

@@ -29,6 +29,7 @@
 #include "gtest/gtest.h"
 #include "kedge/format/anchor_layout.h"
 #include "kedge/format/codec.h"
+#include "kedge/format/control_file.h"
 #include "kedge/format/dtype.h"
 #include "kedge/format/fixed_files.h"
 #include "kedge/format/hash.h"
@@ -273,6 +274,41 @@ TEST(SpecExamplesTest, Epoch) {
   const auto parsed = ParseEpoch("page", page);
   ASSERT_TRUE(parsed.ok()) << parsed.status();
   EXPECT_EQ(*parsed, epoch);
+}
+
+TEST(SpecExamplesTest, Lease) {
+  LeaseRecord lease;
+  lease.run = ExampleRun();
+  lease.oldest_step = 18;
+  lease.holds = true;
+  lease.held_step = 18;
+  lease.held_manifest_hash = Counting(0xc0);
+  lease.counter = 41;
+  lease.reader = "node-7.rank-0";
+  const Bytes page = ExampleBytes("lease.md", "lease-1", SerializeLease(lease));
+  const auto parsed = ParseLease("page", page);
+  ASSERT_TRUE(parsed.ok()) << parsed.status();
+  EXPECT_EQ(*parsed, lease);
+}
+
+TEST(SpecExamplesTest, ControlFile) {
+  ControlHeader header;
+  header.run = ExampleRun();
+  header.world_size = 3;
+  header.session = 0x0a0a0a0a0a0a0a0a;
+  header.nonce = 0x0101010101010101;
+  header.kind = ControlKind::kWelcome;
+  const std::vector<ControlPeer> peers = {{1, 0x0202020202020202},
+                                          {2, 0x0303030303030303}};
+  const Bytes page =
+      ExampleBytes("control_file.md", "control-file-1",
+                   SerializeControlFile(header, SerializeWelcome(peers)));
+  const auto parsed = ParseControlFile("page", page);
+  ASSERT_TRUE(parsed.ok()) << parsed.status();
+  header.payload_bytes = 32;
+  EXPECT_EQ(*parsed, header);
+  EXPECT_EQ(*ParseWelcome("page", std::span(page).subspan(kControlHeaderBytes)),
+            peers);
 }
 
 // Data files -----------------------------------------------------------------

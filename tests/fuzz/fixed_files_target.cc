@@ -48,7 +48,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data,
   std::vector<std::byte> bytes = input.TakeRest();
   if ((kind & 0x80) != 0) Seal(bytes);
   using Bytes = std::span<const std::byte>;
-  switch ((kind & 0x7f) % 6) {
+  switch ((kind & 0x7f) % 7) {
     case 0:
       Check(
           bytes, [](Bytes b) { return ParseCommit("COMMIT", b); },
@@ -75,6 +75,11 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data,
             return ParseDataFileHeader("segment", FileKind::kSegment, b);
           },
           SerializeDataFileHeader);
+      break;
+    case 6:
+      Check(
+          bytes, [](Bytes b) { return ParseLease("lease", b); },
+          SerializeLease);
       break;
     default:
       Check(

@@ -109,6 +109,9 @@ void AddFixedFiles(Corpus& corpus) {
   header.payload_bytes = std::uint64_t{1} << 40;
   header.count = 16'000'000;
   add("anchor_header", 5, SerializeDataFileHeader(header));
+  add("lease", 6,
+      SerializeLease(
+          {bytes16(), 17, true, 18, bytes16(), 41, "node-7.rank-0"}));
 }
 
 void AddManifests(Corpus& corpus) {
