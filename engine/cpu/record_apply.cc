@@ -270,6 +270,7 @@ HWY_INLINE std::uint64_t JoinGaps(const std::uint16_t* HWY_RESTRICT fields,
 #if HWY_TARGET == HWY_SCALAR
   std::uint64_t total = 0;
   for (std::uint32_t i = 0; i < count; ++i) {
+    if (i % 8 == 0) AskFor(2, requests);
     total += (fields[i] & low_mask) + 1;
     const std::uint64_t index = (std::uint64_t{zeros[i]} << k) + total - 1;
     entries[i] = static_cast<std::uint16_t>(index << 1 | (fields[i] >> k & 1));
@@ -602,9 +603,7 @@ absl::string_view Text(TileProblem problem) {
 
 absl::Status BadTile(std::uint64_t tile, TileProblem problem) {
   return DataLoss(
-      {.where = absl::StrCat("tile ", tile),
-       .what = Text(problem),
-       .advice = "the record is damaged: fetch it again, or run kedge fsck"});
+      {.where = absl::StrCat("tile ", tile), .what = Text(problem)});
 }
 
 // About 400 KiB a thread, kept: a record of one change must not pay for it.

@@ -53,9 +53,10 @@ absl::Status WriteAll(File& file, std::uint64_t offset,
     KEDGE_ASSIGN_OR_RETURN(const std::size_t moved,
                            file.WriteSome(offset, bytes));
     if (moved == 0 || moved > bytes.size()) {
-      return absl::UnavailableError(absl::StrCat(
-          file.path(), ": offset ", offset, ": write: expected 1 to ",
-          bytes.size(), " bytes written, found ", moved));
+      return absl::UnavailableError(
+          absl::StrCat(file.path(), ": offset ", offset,
+                       ": write: expected 1 to ", bytes.size(),
+                       " bytes written, found ", moved, "; check the storage"));
     }
     offset += moved;
     bytes = bytes.subspan(moved);
@@ -70,9 +71,10 @@ absl::Status ReadAll(File& file, std::uint64_t offset,
   while (!out.empty()) {
     KEDGE_ASSIGN_OR_RETURN(const std::size_t moved, file.ReadSome(offset, out));
     if (moved == 0 || moved > out.size()) {
-      return absl::DataLossError(absl::StrCat(
-          file.path(), ": offset ", start, ": expected ", wanted,
-          " bytes, found ", wanted - out.size(), ": the file is too short"));
+      return absl::DataLossError(
+          absl::StrCat(file.path(), ": offset ", start, ": expected ", wanted,
+                       " bytes, found ", wanted - out.size(),
+                       ": the file is too short; run `kedge fsck`"));
     }
     offset += moved;
     out = out.subspan(moved);
@@ -87,8 +89,9 @@ absl::StatusOr<std::vector<std::byte>> ReadFile(FileSystem& fs,
                          fs.OpenForRead(path));
   KEDGE_ASSIGN_OR_RETURN(const std::uint64_t bytes, file->Size());
   if (bytes > max_bytes) {
-    return absl::DataLossError(absl::StrCat(
-        path, ": size: expected at most ", max_bytes, " bytes, found ", bytes));
+    return absl::DataLossError(absl::StrCat(path, ": size: expected at most ",
+                                            max_bytes, " bytes, found ", bytes,
+                                            "; run `kedge fsck`"));
   }
   return ReadOpenFile(*file, bytes);
 }
@@ -101,7 +104,8 @@ absl::StatusOr<std::vector<std::byte>> ReadFileOfSize(FileSystem& fs,
   KEDGE_ASSIGN_OR_RETURN(const std::uint64_t found, file->Size());
   if (found != bytes) {
     return absl::DataLossError(absl::StrCat(path, ": size: expected ", bytes,
-                                            " bytes, found ", found));
+                                            " bytes, found ", found,
+                                            "; run `kedge fsck`"));
   }
   return ReadOpenFile(*file, bytes);
 }

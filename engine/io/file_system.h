@@ -11,10 +11,9 @@
 //   kResourceExhausted   ENOSPC, EDQUOT, EMFILE, ENFILE, ENOMEM
 //   kPermissionDenied    EACCES, EPERM, EROFS
 //   kUnimplemented       ENOTSUP, EOPNOTSUPP, ENODEV (mapping refused)
-//   kDataLoss            ELOOP (a link where a file must be), not a regular
-//   file kUnavailable         everything else (EIO, ESTALE, ...): trying again,
-//   or
-//                        reopening the parent, may help
+//   kDataLoss            ELOOP (a link where a file must be), other file types
+//   kUnavailable         all else (EIO, ESTALE, ...): trying again, or opening
+//                        the parent again, may help
 
 #include <cstddef>
 #include <cstdint>
@@ -142,9 +141,9 @@ absl::Status WriteNewFile(FileSystem& fs, absl::string_view path,
 absl::Status ReplaceFile(FileSystem& fs, absl::string_view path,
                          absl::string_view temporary,
                          std::span<const std::byte> bytes);
-// Makes `path` with `bytes`, whole or not at all, unless it exists
-// (kAlreadyExists): a temporary file, then link(2), or O_EXCL where links are
-// not supported.
+// Makes `path` with `bytes` unless it exists (kAlreadyExists): a temporary
+// file, then link(2). Where links are not supported it is made with O_EXCL, and
+// others may see it before its bytes.
 absl::Status CreateFileAtomically(FileSystem& fs, absl::string_view path,
                                   absl::string_view temporary,
                                   std::span<const std::byte> bytes);

@@ -251,7 +251,16 @@ absl::StatusOr<std::shared_ptr<const PublishedStep>> Store::ReadStep(
   published->path = StepPath(step);
   KEDGE_ASSIGN_OR_RETURN(const Committed committed,
                          ReadCommitted(*this, published->path, step));
-  KEDGE_ASSIGN_OR_RETURN(const std::vector<EpochInfo> epochs, ReadEpochs());
+  KEDGE_ASSIGN_OR_RETURN(std::vector<EpochInfo> epochs, ReadEpochs());
+  if (ValidEpoch(epochs, step) != committed.commit.epoch) {
+    // An epoch file that a writer took back, before it was used, may have come
+    // again with another content.
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      epochs_.clear();
+    }
+    KEDGE_ASSIGN_OR_RETURN(epochs, ReadEpochs());
+  }
   const std::uint32_t epoch = ValidEpoch(epochs, step);
   if (committed.commit.epoch != epoch) {
     return absl::FailedPreconditionError(absl::StrCat(
@@ -330,9 +339,56 @@ absl::StatusOr<std::shared_ptr<const PublishedStep>> Store::Newest(
                        : absl::StrCat("; newest: ", first_error.message())));
 }
 
+absl::StatusOr<std::shared_ptr<const PublishedStep>> Store::ReadBase(
+    const PublishedStep& step, const VersionId& target) const {
+  const VersionId& base = step.manifest.base;
+  auto read = ReadStep(base.step);
+  if (!read.ok()) {
+    return absl::Status(
+        absl::IsNotFound(read.status()) ? absl::StatusCode::kFailedPrecondition
+                                        : read.status().code(),
+        absl::StrCat("the chain of ", ToString(target),
+                     " breaks: ", ToString(step.id), " needs its base v",
+                     base.step, ": ", read.status().message()));
+  }
+  if ((*read)->id != base) {
+    return absl::DataLossError(absl::StrCat(
+        step.path, ": base: expected ", ToString((*read)->id), ", found ",
+        ToString(base),
+        "; the step was written on another base (a fork); run `kedge fsck`"));
+  }
+  KEDGE_RETURN_IF_ERROR(CheckFollows(step, **read));
+  return read;
+}
+
 absl::StatusOr<Chain> Store::FindChain(
     const std::shared_ptr<const PublishedStep>& target, const VersionId* held,
     const std::vector<std::uint64_t>& passed_over_anchors) const {
+  // The steps from the target back; each is read once, when it is needed.
+  std::vector<std::shared_ptr<const PublishedStep>> steps = {target};
+
+  // An anchor has every byte of the model. While the deltas after `held` have
+  // fewer, no anchor can be cheaper and none is looked at: what following costs
+  // does not depend on how many there are.
+  if (held != nullptr) {
+    std::uint64_t bytes = 0;
+    while (true) {
+      const PublishedStep& at = *steps.back();
+      if (at.id == *held) return Chain{};  // the target itself
+      if (at.manifest.kind == StepKind::kRoot) break;
+      bytes += BytesOf(at.manifest.files);
+      if (bytes > target->table->total_bytes()) break;
+      if (at.manifest.base == *held) {
+        std::reverse(steps.begin(), steps.end());
+        return Chain{nullptr, std::move(steps)};
+      }
+      if (at.manifest.base.step <= held->step) break;
+      auto base = ReadBase(at, target->id);
+      if (!base.ok()) break;  // below it is tried again, and told
+      steps.push_back(*std::move(base));
+    }
+  }
+
   Chain best;
   bool found = false;
   std::uint64_t best_bytes = std::numeric_limits<std::uint64_t>::max();
@@ -373,37 +429,25 @@ absl::StatusOr<Chain> Store::FindChain(
     if (held != nullptr && at->manifest.base.step < held->step && found) break;
     deltas.push_back(at);
     delta_bytes += BytesOf(at->manifest.files);
-    const VersionId base = at->manifest.base;
-    auto next = ReadStep(base.step);
-    if (!next.ok()) {
+    if (held != nullptr && at->manifest.base == *held) {
       // `held` itself may have been pruned: its identity is enough.
-      if (held != nullptr && base == *held) {
+      if (delta_bytes < best_bytes) {
         best = Chain{nullptr, deltas};
         found = true;
-      } else {
-        obstacle = absl::Status(
-            absl::IsNotFound(next.status())
-                ? absl::StatusCode::kFailedPrecondition
-                : next.status().code(),
-            absl::StrCat("the chain of ", ToString(target->id),
-                         " breaks: ", ToString(at->id), " needs its base v",
-                         base.step, ": ", next.status().message()));
       }
       break;
     }
-    if ((*next)->id != base) {
-      obstacle = absl::DataLossError(absl::StrCat(
-          at->path, ": base: expected ", ToString((*next)->id), ", found ",
-          ToString(base),
-          "; the step was written on another base (a fork); run `kedge fsck`"));
+    if (deltas.size() < steps.size()) {
+      at = steps[deltas.size()];
+      continue;
+    }
+    auto base = ReadBase(*at, target->id);
+    if (!base.ok()) {
+      obstacle = base.status();
       break;
     }
-    const absl::Status follows = CheckFollows(*at, **next);
-    if (!follows.ok()) {
-      obstacle = follows;
-      break;
-    }
-    at = *std::move(next);
+    at = *base;
+    steps.push_back(*std::move(base));
   }
   if (found) {
     std::reverse(best.deltas.begin(), best.deltas.end());

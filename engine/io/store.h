@@ -114,6 +114,9 @@ class Store {
   // Anchors of the steps in `passed_over_anchors` are not used: a caller that
   // found one's files damaged asks again without it.
   //
+  // Reads the manifest of every step on the way once, but for `held`'s own; no
+  // anchor's as long as the deltas after `held` are fewer bytes than the model.
+  //
   // Errors: kFailedPrecondition if `held` is not an ancestor of `target` and no
   // anchor reaches it (says where the chain breaks); kDataLoss likewise when a
   // link is damaged.
@@ -131,6 +134,9 @@ class Store {
 
  private:
   Store(FileSystem* fs, std::string path, StoreInfo info);
+  // The step that `step` stands on, on the way back from `target`.
+  absl::StatusOr<std::shared_ptr<const PublishedStep>> ReadBase(
+      const PublishedStep& step, const VersionId& target) const;
 
   FileSystem* fs_;
   std::string path_;
