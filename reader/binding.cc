@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "kedge/format/l61.h"
 #include "kedge/format/status.h"
 #include "kedge/reader/offenders.h"
@@ -41,8 +42,8 @@ bool Touches(const TileGrid& grid, const UnitRange& range,
 }
 
 Binding::Binding(BoundWeights weights,
-                 const std::vector<const WeightSet*>* sets)
-    : weights_(std::move(weights)), sets_(sets) {
+                 const std::vector<const WeightSet*>* sets, bool grouped)
+    : weights_(std::move(weights)), sets_(sets), grouped_(grouped) {
   const TensorTable& tensors = *weights_.table;
   grids_.reserve(tensors.size());
   tie_counts_.assign(tensors.size(), 1);
@@ -53,7 +54,10 @@ Binding::Binding(BoundWeights weights,
   for (std::uint32_t t = 0; t < tensors.size(); ++t) {
     const BoundTensor& tensor = weights_.tensors[t];
     if (!tensor.fully_covered) continue;
+    if (tensors[t].tied_to == kNotTied) verifiable_tensors_ += tie_counts_[t];
     for (std::uint32_t c = 0; c < tensor.covers.size(); ++c) {
+      const auto residue = static_cast<std::uint32_t>(residues_.size());
+      residues_.push_back({t, c});
       for (const BoxTarget& box : tensor.covers[c].boxes) {
         const std::uint64_t rows = box.row_end - box.row_begin;
         const std::uint64_t cols = box.col_end - box.col_begin;
@@ -68,7 +72,7 @@ Binding::Binding(BoundWeights weights,
             part.col_begin = box.col_begin + k;
             part.col_end = std::min(part.col_begin + job_cols, box.col_end);
             part.data = box.At(part.row_begin, part.col_begin);
-            jobs_.push_back({t, c, part});
+            jobs_.push_back({t, residue, part});
           }
         }
       }
@@ -93,36 +97,45 @@ std::vector<std::string> Binding::UnverifiedNames() const {
   return names;
 }
 
-Binding::Comparison Binding::Compare(IoPool* pool, const L61Summer& summer,
-                                     std::span<const std::uint64_t> l61) const {
-  std::vector<std::uint64_t> sums(jobs_.size());
+Binding::Sums Binding::Sum(IoPool* pool, const L61Summer& summer) const {
+  std::vector<std::uint64_t> parts(jobs_.size());
   const absl::Status summed =
       ParallelFor(pool, jobs_.size(), [&](std::size_t i) {
-        sums[i] = summer.SumBox(grids_[jobs_[i].tensor], jobs_[i].box);
+        parts[i] = summer.SumBox(grids_[jobs_[i].tensor], jobs_[i].box);
         return absl::OkStatus();
       });
   KEDGE_CHECK(summed.ok());  // summing cannot fail
+  Sums sums;
+  sums.residues.assign(residues_.size(), 0);
+  for (std::size_t i = 0; i < jobs_.size(); ++i) {
+    std::uint64_t& residue = sums.residues[jobs_[i].residue];
+    residue = L61Add(residue, parts[i]);
+    sums.bytes += jobs_[i].box.unit_count() * jobs_[i].box.unit_bytes;
+  }
+  return sums;
+}
 
+std::vector<Binding::Mismatch> Binding::Judge(
+    std::span<const std::uint64_t> residues,
+    std::span<const std::uint64_t> l61) const {
+  KEDGE_CHECK(residues.size() == residues_.size());
+  std::vector<Mismatch> mismatches;
+  for (std::uint32_t i = 0; i < residues_.size(); ++i) {
+    const Residue& at = residues_[i];
+    if (residues[i] != l61[at.tensor]) {
+      mismatches.push_back({at.tensor, at.cover, i, residues[i]});
+    }
+  }
+  return mismatches;
+}
+
+Binding::Comparison Binding::Compare(IoPool* pool, const L61Summer& summer,
+                                     std::span<const std::uint64_t> l61) const {
+  const Sums sums = Sum(pool, summer);
   Comparison result;
-  for (std::uint32_t t = 0; t < weights_.tensors.size(); ++t) {
-    if (table()[t].tied_to != kNotTied) continue;
-    if (weights_.tensors[t].fully_covered) {
-      result.tensors_verified += tie_counts_[t];
-    }
-  }
-  for (std::size_t i = 0; i < jobs_.size();) {
-    const std::uint32_t tensor = jobs_[i].tensor;
-    const std::uint32_t cover = jobs_[i].cover;
-    std::uint64_t sum = 0;
-    for (; i < jobs_.size() && jobs_[i].tensor == tensor &&
-           jobs_[i].cover == cover;
-         ++i) {
-      sum = L61Add(sum, sums[i]);
-      result.bytes_verified +=
-          jobs_[i].box.unit_count() * jobs_[i].box.unit_bytes;
-    }
-    if (sum != l61[tensor]) result.mismatches.push_back({tensor, cover, sum});
-  }
+  result.mismatches = Judge(sums.residues, l61);
+  result.tensors_verified = verifiable_tensors_;
+  result.bytes_verified = sums.bytes;
   return result;
 }
 
@@ -137,6 +150,12 @@ std::string Binding::Describe(const std::vector<Mismatch>& mismatches,
     std::string where;
     if (!cover.origin.empty()) {
       name = table()[tensor.name_of_box[cover.origin.front()]].name;
+    }
+    if (grouped_) {
+      absl::StrAppend(&where,
+                      cover.ranks.size() == 1 ? " in rank " : " in ranks ",
+                      absl::StrJoin(cover.ranks, ", "));
+    } else {
       std::vector<std::uint32_t> named;
       for (const std::uint32_t box : cover.origin) {
         const std::uint32_t set = tensor.set_of_box[box];

@@ -2,7 +2,7 @@
 #define KEDGE_READER_BINDING_H_
 
 // Weight sets bound to a table, ready for work: which ranges they need, and
-// their checksums from what memory holds.
+// their checksums from what memory holds, alone or together with other ranks.
 
 #include <cstdint>
 #include <span>
@@ -23,8 +23,10 @@ bool Touches(const TileGrid& grid, const UnitRange& range,
 // Thread safety: immutable; const methods may run concurrently.
 class Binding {
  public:
-  // `sets` are only named in messages; they outlive the binding.
-  Binding(BoundWeights weights, const std::vector<const WeightSet*>* sets);
+  // `sets` are only named in messages; they outlive the binding. `grouped`:
+  // the weights are bound with those of other ranks, whom messages name.
+  Binding(BoundWeights weights, const std::vector<const WeightSet*>* sets,
+          bool grouped = false);
 
   const TensorTable& table() const { return *weights_.table; }
   const std::shared_ptr<const TensorTable>& shared_table() const {
@@ -41,13 +43,28 @@ class Binding {
   // Names of tensors that cannot be verified here: they are held in part.
   std::vector<std::string> UnverifiedNames() const;
 
-  // Owners whose memory, in some cover, does not have the checksum that `l61`
-  // (by ordinal) asks for. Reads every byte of every cover once.
+  // One checksum for each cover of each verifiable owner, ascending by (tensor,
+  // cover): what this process's memory adds to it, in [0, p). Those of all
+  // ranks of a group add up. Reads every byte of every own part once.
+  struct Sums {
+    std::vector<std::uint64_t> residues;  // residue_count()
+    std::uint64_t bytes = 0;              // that were read
+  };
+  std::size_t residue_count() const { return residues_.size(); }
+  Sums Sum(IoPool* pool, const L61Summer& summer) const;
+
+  // Covers whose checksum is not what `l61` (by ordinal of the tensor) asks
+  // for. `residues` are those of all ranks together.
   struct Mismatch {
     std::uint32_t tensor = 0;
     std::uint32_t cover = 0;
+    std::uint32_t residue = 0;  // index
     std::uint64_t found = 0;
   };
+  std::vector<Mismatch> Judge(std::span<const std::uint64_t> residues,
+                              std::span<const std::uint64_t> l61) const;
+
+  // Both, for a process that holds every cover alone.
   struct Comparison {
     std::vector<Mismatch> mismatches;    // ascending by tensor
     std::uint64_t tensors_verified = 0;  // names, ties included
@@ -55,23 +72,32 @@ class Binding {
   };
   Comparison Compare(IoPool* pool, const L61Summer& summer,
                      std::span<const std::uint64_t> l61) const;
+  // Names that can be verified, ties included.
+  std::uint64_t verifiable_tensors() const { return verifiable_tensors_; }
 
-  // "tensors a, b and 3 more do not verify: a of tp0: L61: expected ..."
+  // "2 tensors do not verify: tensor a in tp0: L61: expected ..."
   std::string Describe(const std::vector<Mismatch>& mismatches,
                        std::span<const std::uint64_t> l61) const;
 
  private:
   struct Job {  // a part of a box of a cover
     std::uint32_t tensor = 0;
-    std::uint32_t cover = 0;
+    std::uint32_t residue = 0;
     BoxTarget box;
+  };
+  struct Residue {
+    std::uint32_t tensor = 0;
+    std::uint32_t cover = 0;
   };
 
   BoundWeights weights_;
   const std::vector<const WeightSet*>* sets_;
+  bool grouped_;
+  std::uint64_t verifiable_tensors_ = 0;
   std::vector<TileGrid> grids_;
   std::vector<std::uint32_t> tie_counts_;  // names that share the storage
-  std::vector<Job> jobs_;                  // ascending by (tensor, cover)
+  std::vector<Residue> residues_;          // ascending by (tensor, cover)
+  std::vector<Job> jobs_;                  // ascending by residue
 };
 
 }  // namespace kedge

@@ -91,6 +91,11 @@ void DataFiles::Forget(std::uint32_t file,
   if (slots_[file].file == failed) slots_[file].file = nullptr;
 }
 
+void DataFiles::CloseFiles() {
+  const std::lock_guard lock(mutex_);
+  for (Slot& slot : slots_) slot.file = nullptr;
+}
+
 std::span<const std::byte> DataFiles::Mapping(std::uint32_t file) const {
   KEDGE_CHECK(slots_[file].mapping != nullptr);
   return slots_[file].mapping->bytes();
@@ -111,7 +116,7 @@ absl::StatusOr<std::span<const std::byte>> DataFiles::Fetch(
     std::byte* buffer) {
   if (mapped_) {
     // Without it the kernel brings in a mapped file a few pages at a time.
-    slots_[file].file->WillRead(offset, bytes);
+    Expect(file, offset, bytes);
     context_->bytes_read->fetch_add(bytes, std::memory_order_relaxed);
     return Mapping(file).subspan(offset, bytes);
   }

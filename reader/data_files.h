@@ -54,6 +54,10 @@ class DataFiles {
                                                    std::uint64_t offset,
                                                    std::uint64_t bytes,
                                                    std::byte* buffer);
+  // Gives back the descriptors. Mappings stay, and what is fetched otherwise
+  // opens its file again.
+  void CloseFiles();
+
   // Only if mapped(): the whole file.
   std::span<const std::byte> Mapping(std::uint32_t file) const;
 

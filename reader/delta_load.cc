@@ -123,6 +123,8 @@ absl::StatusOr<std::unique_ptr<LoadedDelta>> LoadedDelta::Load(
         return delta->files_.CheckPiece(piece.file, piece.number, offset,
                                         fetched);
       }));
+  // A chain may have more files than a process may have open.
+  delta->files_.CloseFiles();
 
   for (Record& record : delta->records_) {
     const DeltaRecord& info = manifest.records[record.index];

@@ -2,7 +2,8 @@
 #define KEDGE_READER_FOLLOWER_H_
 
 // The inference engine's side: follows a store, applies deltas in place, proves
-// that what memory holds is the version it claims. See docs/protocol.md.
+// that what memory holds is the version it claims; alone, or as one rank of a
+// group that holds the model together. See docs/protocol.md.
 
 #include <chrono>
 #include <cstdint>
@@ -16,6 +17,7 @@
 #include "absl/status/statusor.h"
 #include "kedge/engine/io/file_system.h"
 #include "kedge/format/manifest.h"
+#include "kedge/reader/group.h"
 #include "kedge/reader/weight_set.h"
 
 namespace kedge {
@@ -53,6 +55,16 @@ struct FollowerOptions {
   std::chrono::milliseconds directory_interval{30'000};
   // How long ESTALE, ENOENT and short files are retried before giving up.
   std::chrono::milliseconds retry_deadline{10'000};
+  // The ranks that hold the model together with this one.
+  GroupOptions group;
+  // Under this name the follower says in the store which steps it still needs,
+  // so that gc leaves them alone; no two readers may use the same one. Ranks of
+  // a group may: each adds its number. Empty: gc is not asked, and a chain may
+  // be pruned while it is read.
+  std::string lease_id;
+  // A lease older than this is renewed by the next Update, Prefetch or
+  // WaitForUpdate. Well below the time after which gc takes one for dead.
+  std::chrono::milliseconds lease_renewal{20'000};
   // Called before the first write and after verification, on the thread that
   // updates. `pause` returning an error cancels the update, nothing changed;
   // what was read is kept for the next one. `commit` is called exactly once per
@@ -60,6 +72,9 @@ struct FollowerOptions {
   // weights there.
   std::function<absl::Status()> pause;
   std::function<void(const VersionId&)> commit;
+  // Groups only: called after `pause` if the ranks then decided to change
+  // nothing. Weights are whole and go on serving.
+  std::function<void()> resume;
 };
 
 // What one update did. Times in seconds.
@@ -78,21 +93,32 @@ struct UpdateResult {
   double pause_seconds = 0;  // apply + verify + commit
   double apply_seconds = 0;
   double verify_seconds = 0;
+  // What went wrong without harm, each once: a lease that cannot be written.
+  std::vector<std::string> warnings;
 };
 
+// In a group every call below but Prefetch and the last three is made by all
+// ranks, and all come out of it alike: at one version, or with an error that
+// names the ranks which failed. Before the vote has passed an error changes
+// nothing on any rank; after it, all are kPoisoned. Only a reducer that fails
+// on some ranks and not on others can leave ranks in different states; the next
+// call finds that out.
+//
 // Thread safety: one thread calls the updating methods (Join, VerifyHeld,
 // Prefetch, Update); held() and state() may be read from any thread.
 class Follower {
  public:
-  // Opens the store, binds the weight sets to the newest version's table.
-  // `sets` and the weights they point to outlive the follower.
+  // Opens the store, binds the weight sets (of all ranks together) to the
+  // newest version's table. `sets` and the weights they point to outlive the
+  // follower. In a group: two reduces.
   static absl::StatusOr<std::unique_ptr<Follower>> Open(
       FollowerOptions options, std::vector<const WeightSet*> sets);
   ~Follower();
 
   // Declares that memory already holds version `step` (v0 for a boot
   // checkpoint) and proves it before anything is written. kDataLoss names every
-  // tensor that differs (the first few); the state stays kEmpty.
+  // tensor that differs (the first few); the state stays kEmpty. In a group:
+  // two reduces.
   absl::Status VerifyHeld(std::uint64_t step);
 
   // Loads the newest version from its cheapest sound anchor and the deltas
@@ -102,6 +128,10 @@ class Follower {
   //
   // An anchor is too large to be read ahead: it is checked piece by piece on
   // the way to the weights, after the pause. A failure there is kPoisoned.
+  //
+  // In a group every rank ends at the same version, and reads again what does
+  // not verify over all ranks. Three reduces, a fourth to find out what memory
+  // holds, two more if ranks see different newest versions.
   absl::StatusOr<UpdateResult> Join();
   // Likewise to a given version, for tests and tools; kNotFound.
   absl::StatusOr<UpdateResult> JoinStep(std::uint64_t step);
@@ -119,23 +149,31 @@ class Follower {
   //   kFailedPrecondition  kEmpty or kPoisoned: Join first
   //   kDataLoss            a damaged file (before), or a tensor whose checksum
   //                        is wrong (after)
-  //   kUnavailable         files could not be read in time: try again
+  //   kUnavailable         files could not be read, or other ranks not be
+  //                        reached, in time: try again
   //   kNotFound            "pruned": retention was faster; the next call takes
   //                        a newer version
+  //
+  // In a group: two reduces for each version that is entered, to vote and to
+  // verify; one if nothing is newer on any rank. Ranks that see different
+  // newest versions vote once more, on the oldest of these. Ranks that hold
+  // different versions rejoin.
   absl::StatusOr<UpdateResult> Update();
 
   // Update, waiting up to `timeout` for something newer (polls HEAD by open).
-  // kDeadlineExceeded says what it waited for.
+  // kDeadlineExceeded says what it waited for. In a group the clock of rank 0
+  // decides.
   absl::StatusOr<UpdateResult> WaitForUpdate(std::chrono::milliseconds timeout);
 
   FollowerState state() const;
   // The version that memory holds; nothing while it is kUpdating or kPoisoned.
   std::optional<VersionId> held() const;
-  // Names of tensors that are held in part only and cannot be verified here.
+  // Names of tensors that are held in part only (by all ranks together) and
+  // cannot be verified.
   std::vector<std::string> unverified_tensors() const;
 
  private:
-  struct Impl;
+  struct Impl;  // follower_impl.h
   explicit Follower(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
 };

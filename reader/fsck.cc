@@ -17,6 +17,8 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
+#include "kedge/engine/io/lease.h"
 #include "kedge/engine/io/store.h"
 #include "kedge/format/layout.h"
 #include "kedge/format/limits.h"
@@ -255,6 +257,8 @@ class Run {
     CheckHead();
     CheckJoins();
     CheckStaging();
+    CheckLeases();
+    CheckRanks();
     return absl::OkStatus();
   }
 
@@ -391,6 +395,11 @@ class Run {
     return absl::OkStatus();
   }
 
+  bool EpochsHaveGap() const {
+    return !epochs_.empty() &&
+           epochs_.rbegin()->first - epochs_.begin()->first + 1 !=
+               epochs_.size();
+  }
   std::uint32_t NewestEpoch() const {
     return epochs_.empty() ? 0 : epochs_.rbegin()->first;
   }
@@ -425,6 +434,15 @@ class Run {
       Settle([&] {
         status = ReadEpochs();
         return !status.ok() || !epochs_bad_;
+      });
+      KEDGE_RETURN_IF_ERROR(status);
+    }
+    // gc may have removed an old one between the listing and its file.
+    if (!epochs_bad_ && EpochsHaveGap()) {
+      absl::Status status;
+      Settle([&] {
+        status = ReadEpochs();
+        return !status.ok() || epochs_bad_ || !EpochsHaveGap();
       });
       KEDGE_RETURN_IF_ERROR(status);
     }
@@ -905,7 +923,7 @@ class Run {
                             ? Segment::Start::kPruned
                             : Segment::Start::kDamage;
       segment_->chain.external_v0 =
-          step == 0 && root && anchor == nullptr && data_sound;
+          step == 0 && root && info_.external_v0 && data_sound;
       if (link == Link::kElsewhere && !root && data_sound && chain_sound) {
         segment_->base = manifest.base;
         segment_->base_digest = manifest.digest_before;
@@ -1356,20 +1374,144 @@ class Run {
     return epoch;
   }
 
-  void CheckStaging() {
-    const auto count_of = [&](const char* directory) {
-      const std::string path = PathOf(directory);
-      const auto names = fs_->List(path);
-      if (names.ok()) return *names;
-      // Not there, or not a directory: writers make it, and that was said.
-      if (!absl::IsNotFound(names.status())) {
-        Add(FromStatus(Id::kUnreadable, directory, path, names.status()));
-      }
-      return std::vector<std::string>();
+  // Names in one of the directories that readers and writers meet in. Not
+  // there, or not a directory: they make it, and that was said.
+  std::vector<std::string> NamesIn(const char* directory) {
+    const std::string path = PathOf(directory);
+    auto names = fs_->List(path);
+    if (names.ok()) return *std::move(names);
+    if (!absl::IsNotFound(names.status())) {
+      Add(FromStatus(Id::kUnreadable, directory, path, names.status()));
+    }
+    return {};
+  }
+
+  static bool IsControlFileName(absl::string_view name) {
+    const auto all_of = [](absl::string_view text, absl::string_view allowed) {
+      return text.find_first_not_of(allowed) == absl::string_view::npos;
     };
+    if (!absl::ConsumePrefix(&name, "rank_") || name.size() < 5 ||
+        !all_of(name.substr(0, 5), "0123456789")) {
+      return false;
+    }
+    name.remove_prefix(5);
+    if (name.empty()) return true;
+    return absl::ConsumePrefix(&name, ".") && name.size() == 16 &&
+           all_of(name, "0123456789abcdef");
+  }
+
+  // Control files are between the ranks of one writer: what a run that is gone
+  // left there harms nobody, and the next one replaces it.
+  void CheckRanks() {
+    FindingList findings;
+    for (const std::string& name : NamesIn(kRanksDirectoryName)) {
+      if (IsControlFileName(name)) continue;
+      findings.Add(MakeFinding(
+          Id::kUnknownName, absl::StrCat(kRanksDirectoryName, "/", Shown(name)),
+          "expected the control file of a rank"));
+    }
+    AddAll(&findings, {});
+  }
+
+  void CheckLeases() {
+    FindingList findings;
+    for (const std::string& name : NamesIn(kLeasesDirectoryName)) {
+      if (IsReaderId(name) || ReaderOfLeaseTemporary(name)) continue;
+      findings.Add(
+          MakeFinding(Id::kUnknownName,
+                      absl::StrCat(kLeasesDirectoryName, "/", Shown(name)),
+                      "expected the lease of a reader"));
+    }
+    const auto first = ReadLeases(*fs_, root_, info_.run);
+    const auto second = ReadLeases(*fs_, root_, info_.run);
+    if (first.ok() && second.ok()) {
+      // What a reader writes or gc removes at this moment is no finding.
+      for (const LeaseEntry& lease : second->leases) {
+        const bool stands =
+            std::any_of(first->leases.begin(), first->leases.end(),
+                        [&](const LeaseEntry& before) {
+                          return before.name == lease.name &&
+                                 before.modified_ns == lease.modified_ns &&
+                                 before.status.code() == lease.status.code();
+                        });
+        if (stands) CheckLease(lease, &findings);
+      }
+      for (const LeaseListing::Temporary& file : second->temporaries) {
+        LeaseEntry as_lease;
+        as_lease.modified_ns = file.modified_ns;
+        if (StateOfLease(as_lease, HostNow(), options_.lease_ttl) !=
+            LeaseState::kExpired) {
+          continue;
+        }
+        findings.Add(MakeFinding(
+            Id::kLeaseLeftover,
+            absl::StrCat(kLeasesDirectoryName, "/", Shown(file.name)),
+            absl::StrCat("written at ", file.modified_ns / 1'000'000'000,
+                         " (Unix seconds)")));
+      }
+    }
+    AddAll(&findings, {});
+  }
+
+  static std::int64_t HostNow() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(
+               std::chrono::system_clock::now().time_since_epoch())
+        .count();
+  }
+
+  void CheckLease(const LeaseEntry& lease, FindingList* findings) {
+    const std::string name =
+        absl::StrCat(kLeasesDirectoryName, "/", lease.name);
+    const LeaseState state = StateOfLease(lease, HostNow(), options_.lease_ttl);
+    if (lease.info) Advance(kLeaseBytes);
+    const std::string written = absl::StrCat(
+        "written at ", lease.modified_ns / 1'000'000'000, " (Unix seconds)");
+    const auto what = [&] {
+      return absl::StrCat(
+          written, ", needs v", lease.info->oldest_step, " and later, holds ",
+          lease.info->held ? ToString(*lease.info->held) : "nothing");
+    };
+    switch (state) {
+      case LeaseState::kLive:
+        break;
+      case LeaseState::kForeign:
+        findings->Add(FromStatus(Id::kLeaseOtherRun, name,
+                                 JoinPath(root_, name),
+                                 absl::DataLossError(lease.status.message())));
+        break;
+      case LeaseState::kFuture: {
+        // This host and the storage may disagree by less than matters.
+        LeaseEntry earlier = lease;
+        earlier.modified_ns -= options_.lease_ttl.count() * 1'000'000'000;
+        if (StateOfLease(earlier, HostNow(), options_.lease_ttl) ==
+            LeaseState::kFuture) {
+          findings->Add(MakeFinding(Id::kLeaseFuture, name, what()));
+        }
+        break;
+      }
+      case LeaseState::kExpired:
+      case LeaseState::kUnreadable: {
+        if (lease.info) {
+          findings->Add(MakeFinding(Id::kLeaseExpired, name, what()));
+          break;
+        }
+        Finding finding = FromStatus(Id::kLeaseBad, name, JoinPath(root_, name),
+                                     lease.status);
+        // Old enough that gc does not heed it.
+        if (state == LeaseState::kExpired) {
+          finding.severity = FindingSeverity::kInfo;
+          finding.advice = "nothing to do: it is old, and gc removes it";
+        }
+        findings->Add(std::move(finding));
+        break;
+      }
+    }
+  }
+
+  void CheckStaging() {
     const std::uint32_t newest = NewestEpoch();
     std::vector<std::string> left;
-    for (const std::string& name : count_of(kStagingDirectoryName)) {
+    for (const std::string& name : NamesIn(kStagingDirectoryName)) {
       std::optional<std::uint32_t> epoch = TemporaryEpoch(name);
       if (const auto id = ParseStagingName(name)) epoch = id->epoch;
       if (!epoch || *epoch < newest) left.push_back(name);
@@ -1380,7 +1522,7 @@ class Run {
           absl::StrCat(left.size(), " names of writers before epoch ", newest,
                        " or of none, the first ", Shown(left.front()))));
     }
-    const auto trash = count_of(kTrashDirectoryName);
+    const auto trash = NamesIn(kTrashDirectoryName);
     if (!trash.empty()) {
       Add(MakeFinding(Id::kTrash, kTrashDirectoryName,
                       absl::StrCat(trash.size(), " names, the first ",

@@ -4,6 +4,7 @@
 // Judges a store from its files alone: `kedge fsck` as a library. Every finding
 // has an id that stays the same over releases; docs/fsck.md has the catalogue.
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -14,6 +15,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "kedge/engine/io/file_system.h"
+#include "kedge/engine/io/lease.h"
 #include "kedge/format/manifest.h"
 
 namespace kedge {
@@ -96,6 +98,9 @@ struct FsckOptions {
   // looks like damage but may be such an operation halfway is looked at again
   // for this long before it is reported.
   double settle_seconds = 2;
+  // As gc has it. Leases are judged by this host's clock, since fsck writes
+  // nothing, not even to ask the storage for its time.
+  std::chrono::seconds lease_ttl = kDefaultLeaseTtl;
 };
 
 // Checks the store and changes nothing in it. Memory: the table and S of one

@@ -87,6 +87,8 @@ absl::StatusOr<Directory> ReadDirectory(FileSystem& fs, const std::string& root,
   if (absl::IsNotFound(names.status())) return gone();
   if (!names.ok()) {
     if (absl::IsResourceExhausted(names.status())) return names.status();
+    // As whoever looks again whether the finding stands will see it.
+    directory.commit_key = CommitKey(fs, directory.path).value_or(0);
     findings->Add(
         FromStatus(Id::kUnreadable, name, directory.path, names.status()));
     return directory;

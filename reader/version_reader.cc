@@ -21,6 +21,9 @@
 namespace kedge {
 namespace {
 
+// Deltas whose files stay open between reads.
+constexpr std::size_t kSourcesKeptOpen = 64;
+
 // A hashed piece; kRecordSlackBytes zeros follow it.
 struct CachedPiece {
   std::unique_ptr<std::byte[]> buffer;
@@ -102,16 +105,11 @@ std::vector<BoxTarget> BoxesOfRange(const TileGrid& grid,
 
 }  // namespace
 
-struct VersionReader::Impl {
-  Impl(const Store* of_store, std::uint64_t cache_bytes) : cache(cache_bytes) {
-    context.store = of_store;
-    context.bytes_read = &bytes_read;
-  }
+// One way to the version: an anchor and the deltas after it.
+struct VersionReader::Plan {
+  explicit Plan(std::uint64_t cache_bytes) : cache(cache_bytes) {}
 
-  std::atomic<std::uint64_t> bytes_read{0};
-  ReadContext context;
   Chain chain;
-  VersionState state;
   std::vector<AnchorPiece> pieces;  // ascending by (tensor, units.begin)
   // A source is the anchor or a delta; files open when first read.
   std::vector<std::unique_ptr<DataFiles>> sources;
@@ -121,6 +119,12 @@ struct VersionReader::Impl {
   };
   std::vector<Record> records;  // ascending by (tensor, source, slice.begin)
   PieceCache cache;
+
+  static absl::StatusOr<std::shared_ptr<Plan>> Make(
+      const ReadContext& context,
+      const std::shared_ptr<const PublishedStep>& step,
+      std::uint64_t cache_bytes,
+      const std::vector<std::uint64_t>& passed_over_anchors);
 
   absl::StatusOr<std::shared_ptr<const CachedPiece>> Piece(
       std::size_t source, std::uint32_t file, std::uint32_t number,
@@ -137,9 +141,18 @@ struct VersionReader::Impl {
         sources[source]->Fetch(file, offset, bytes, piece->buffer.get()));
     KEDGE_RETURN_IF_ERROR(
         sources[source]->CheckPiece(file, number, offset, fetched));
+    // A chain may have more files than a process may have open.
+    if (source != 0 && sources.size() > kSourcesKeptOpen) {
+      sources[source]->CloseFiles();
+    }
     cache.Add(key, piece);
     return std::shared_ptr<const CachedPiece>(std::move(piece));
   }
+
+  // `anchor_failed`: whether an error is of the anchor's bytes.
+  absl::Status Read(std::uint32_t ordinal, const TensorSpec& spec,
+                    std::uint64_t byte_begin, std::span<std::byte> out,
+                    bool* anchor_failed);
 
   // Adds one record into `boxes`.
   absl::Status Apply(const Record& record, const TileGrid& grid,
@@ -200,17 +213,14 @@ struct VersionReader::Impl {
   }
 };
 
-VersionReader::VersionReader(std::unique_ptr<Impl> impl)
-    : impl_(std::move(impl)) {}
-VersionReader::~VersionReader() = default;
-
-absl::StatusOr<std::unique_ptr<VersionReader>> VersionReader::Open(
-    const Store* store, const std::shared_ptr<const PublishedStep>& step,
-    std::uint64_t cache_bytes) {
-  auto impl = std::make_unique<Impl>(store, cache_bytes);
-  KEDGE_ASSIGN_OR_RETURN(impl->chain, store->FindChain(step, nullptr));
-  KEDGE_ASSIGN_OR_RETURN(impl->state, store->StateAt(step));
-  const PublishedAnchor& anchor = *impl->chain.anchor;
+absl::StatusOr<std::shared_ptr<VersionReader::Plan>> VersionReader::Plan::Make(
+    const ReadContext& context,
+    const std::shared_ptr<const PublishedStep>& step, std::uint64_t cache_bytes,
+    const std::vector<std::uint64_t>& passed_over_anchors) {
+  auto plan = std::make_shared<Plan>(cache_bytes);
+  KEDGE_ASSIGN_OR_RETURN(plan->chain, context.store->FindChain(
+                                          step, nullptr, passed_over_anchors));
+  const PublishedAnchor& anchor = *plan->chain.anchor;
   if (anchor.table->hash() != step->table->hash()) {
     return DataLoss({.where = anchor.path,
                      .what = "tensor table",
@@ -218,27 +228,83 @@ absl::StatusOr<std::unique_ptr<VersionReader>> VersionReader::Open(
                      .found = ToHex(anchor.table->hash()),
                      .advice = "run `kedge fsck`"});
   }
-  KEDGE_ASSIGN_OR_RETURN(impl->pieces, PiecesOf(anchor));
-  std::sort(impl->pieces.begin(), impl->pieces.end(),
+  KEDGE_ASSIGN_OR_RETURN(plan->pieces, PiecesOf(anchor));
+  std::sort(plan->pieces.begin(), plan->pieces.end(),
             [](const AnchorPiece& a, const AnchorPiece& b) {
               return std::tie(a.tensor, a.units.begin) <
                      std::tie(b.tensor, b.units.begin);
             });
-  impl->sources.push_back(
-      std::make_unique<DataFiles>(&impl->context, anchor.path,
-                                  anchor.version.step, &anchor.manifest.files));
-  for (const auto& delta : impl->chain.deltas) {
-    impl->sources.push_back(std::make_unique<DataFiles>(
-        &impl->context, delta->path, delta->id.step, &delta->manifest.files));
+  plan->sources.push_back(std::make_unique<DataFiles>(
+      &context, anchor.path, anchor.version.step, &anchor.manifest.files));
+  for (const auto& delta : plan->chain.deltas) {
+    plan->sources.push_back(std::make_unique<DataFiles>(
+        &context, delta->path, delta->id.step, &delta->manifest.files));
     for (const DeltaRecord& record : delta->manifest.records) {
-      impl->records.push_back({impl->sources.size() - 1, &record});
+      plan->records.push_back({plan->sources.size() - 1, &record});
     }
   }
-  std::sort(impl->records.begin(), impl->records.end(),
-            [](const Impl::Record& a, const Impl::Record& b) {
+  std::sort(plan->records.begin(), plan->records.end(),
+            [](const Record& a, const Record& b) {
               return std::tie(a.info->tensor, a.source, a.info->slice.begin) <
                      std::tie(b.info->tensor, b.source, b.info->slice.begin);
             });
+  return plan;
+}
+
+struct VersionReader::Impl {
+  std::atomic<std::uint64_t> bytes_read{0};
+  ReadContext context;
+  std::shared_ptr<const PublishedStep> step;
+  std::uint64_t cache_bytes = 0;
+  VersionState state;
+
+  std::mutex mutex;
+  std::shared_ptr<Plan> plan ABSL_GUARDED_BY(mutex);
+  std::vector<std::uint64_t> passed_over ABSL_GUARDED_BY(mutex);
+
+  std::shared_ptr<Plan> CurrentPlan() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return plan;
+  }
+
+  // Goes on without the anchor of `failed`; the error that its bytes gave is
+  // the answer if no other anchor leads to the version.
+  absl::Status PassOver(const std::shared_ptr<Plan>& failed,
+                        const absl::Status& error) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (plan != failed) return absl::OkStatus();  // another thread did
+    passed_over.push_back(failed->chain.anchor->version.step);
+    auto next = Plan::Make(context, step, cache_bytes, passed_over);
+    if (!next.ok()) {
+      return absl::Status(
+          error.code(),
+          absl::StrCat(error.message(), "; and no older anchor leads to ",
+                       ToString(step->id)));
+    }
+    plan = *std::move(next);
+    return absl::OkStatus();
+  }
+};
+
+VersionReader::VersionReader(std::unique_ptr<Impl> impl)
+    : impl_(std::move(impl)) {}
+VersionReader::~VersionReader() = default;
+
+absl::StatusOr<std::unique_ptr<VersionReader>> VersionReader::Open(
+    const Store* store, const std::shared_ptr<const PublishedStep>& step,
+    std::uint64_t cache_bytes) {
+  auto impl = std::make_unique<Impl>();
+  impl->context.store = store;
+  impl->context.bytes_read = &impl->bytes_read;
+  impl->step = step;
+  impl->cache_bytes = cache_bytes;
+  KEDGE_ASSIGN_OR_RETURN(auto plan,
+                         Plan::Make(impl->context, step, cache_bytes, {}));
+  KEDGE_ASSIGN_OR_RETURN(impl->state, store->StateAt(step));
+  {
+    const std::lock_guard<std::mutex> lock(impl->mutex);
+    impl->plan = std::move(plan);
+  }
   return std::unique_ptr<VersionReader>(new VersionReader(std::move(impl)));
 }
 
@@ -249,7 +315,6 @@ const VersionState& VersionReader::state() const { return impl_->state; }
 absl::Status VersionReader::Read(std::uint32_t ordinal,
                                  std::uint64_t byte_begin,
                                  std::span<std::byte> out) {
-  Impl& impl = *impl_;
   if (ordinal >= table().size()) {
     return absl::InvalidArgumentError(absl::StrCat(
         "tensor ordinal ", ordinal, ": the table has ", table().size()));
@@ -266,24 +331,43 @@ absl::Status VersionReader::Read(std::uint32_t ordinal,
                      " is not of whole units within ", tensor_bytes, " bytes"));
   }
   if (out.empty()) return absl::OkStatus();
+  while (true) {
+    const std::shared_ptr<Plan> plan = impl_->CurrentPlan();
+    bool anchor_failed = false;
+    const absl::Status status =
+        plan->Read(ordinal, spec, byte_begin, out, &anchor_failed);
+    if (status.ok() || !anchor_failed) return status;
+    KEDGE_RETURN_IF_ERROR(impl_->PassOver(plan, status));
+  }
+}
+
+absl::Status VersionReader::Plan::Read(std::uint32_t ordinal,
+                                       const TensorSpec& spec,
+                                       std::uint64_t byte_begin,
+                                       std::span<std::byte> out,
+                                       bool* anchor_failed) {
+  const std::uint32_t unit_bytes = UnitBytes(spec.dtype);
   const UnitRange range{byte_begin / unit_bytes,
                         (byte_begin + out.size()) / unit_bytes};
 
   // The anchor's pieces of a tensor lie side by side and cover it.
   auto piece = std::upper_bound(
-      impl.pieces.begin(), impl.pieces.end(),
-      std::make_tuple(ordinal, range.begin),
+      pieces.begin(), pieces.end(), std::make_tuple(ordinal, range.begin),
       [](const auto& key, const AnchorPiece& candidate) {
         return key < std::make_tuple(candidate.tensor, candidate.units.begin);
       });
-  KEDGE_CHECK(piece != impl.pieces.begin());
+  KEDGE_CHECK(piece != pieces.begin());
   --piece;
   for (std::uint64_t at = range.begin; at < range.end; ++piece) {
-    KEDGE_CHECK(piece != impl.pieces.end() && piece->tensor == ordinal &&
+    KEDGE_CHECK(piece != pieces.end() && piece->tensor == ordinal &&
                 piece->units.begin <= at && at < piece->units.end);
-    KEDGE_ASSIGN_OR_RETURN(
-        const std::shared_ptr<const CachedPiece> bytes,
-        impl.Piece(0, piece->file, piece->number, piece->offset, piece->bytes));
+    const auto found =
+        Piece(0, piece->file, piece->number, piece->offset, piece->bytes);
+    if (!found.ok()) {
+      *anchor_failed = true;
+      return found.status();
+    }
+    const std::shared_ptr<const CachedPiece>& bytes = *found;
     const std::uint64_t end = std::min(range.end, piece->units.end);
     std::memcpy(out.data() + (at - range.begin) * unit_bytes,
                 bytes->buffer.get() + (at - piece->units.begin) * unit_bytes,
@@ -295,15 +379,14 @@ absl::Status VersionReader::Read(std::uint32_t ordinal,
   const std::vector<BoxTarget> boxes =
       BoxesOfRange(grid, range, unit_bytes, out.data());
   auto record =
-      std::lower_bound(impl.records.begin(), impl.records.end(), ordinal,
-                       [](const Impl::Record& candidate, std::uint32_t tensor) {
+      std::lower_bound(records.begin(), records.end(), ordinal,
+                       [](const Record& candidate, std::uint32_t tensor) {
                          return candidate.info->tensor < tensor;
                        });
-  for (; record != impl.records.end() && record->info->tensor == ordinal;
-       ++record) {
+  for (; record != records.end() && record->info->tensor == ordinal; ++record) {
     const UnitRange& slice = record->info->slice;
     if (slice.begin >= range.end || range.begin >= slice.end) continue;
-    KEDGE_RETURN_IF_ERROR(impl.Apply(*record, grid, unit_bytes, boxes));
+    KEDGE_RETURN_IF_ERROR(Apply(*record, grid, unit_bytes, boxes));
   }
   return absl::OkStatus();
 }

@@ -197,35 +197,71 @@ auto BoxKey(const BoxTarget& box) {
                          box.col_stride_bytes);
 }
 
+// Keeps what `keep` marks, one entry for each element.
+template <typename T>
+void KeepMarked(const std::vector<bool>& keep, std::vector<T>* values) {
+  std::size_t kept = 0;
+  for (std::size_t i = 0; i < keep.size(); ++i) {
+    if (!keep[i]) continue;
+    if (kept != i) (*values)[kept] = std::move((*values)[i]);
+    ++kept;
+  }
+  values->resize(kept);
+}
+
+// The rank that holds each box of a tensor, while `boxes` has those of all.
+using RankOfBox = std::vector<std::uint32_t>;
+
 // Drops boxes that another target has declared already: the same memory must
 // get each change once.
-void DropRepeatedBoxes(BoundTensor* tensor) {
+void DropRepeatedBoxes(BoundTensor* tensor, RankOfBox* rank_of_box) {
   const std::size_t count = tensor->boxes.size();
   std::vector<std::size_t> order(count);
   for (std::size_t i = 0; i < count; ++i) order[i] = i;
+  // Each rank has addresses of its own.
   const auto key = [&](std::size_t i) {
-    return std::make_pair(BoxKey(tensor->boxes[i]), i);
+    return std::make_pair((*rank_of_box)[i], BoxKey(tensor->boxes[i]));
   };
-  std::sort(order.begin(), order.end(),
-            [&](std::size_t a, std::size_t b) { return key(a) < key(b); });
-  std::vector<bool> repeated(count, false);
+  std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+    return std::make_pair(key(a), a) < std::make_pair(key(b), b);
+  });
+  std::vector<bool> keep(count, true);
   for (std::size_t i = 1; i < count; ++i) {
-    repeated[order[i]] =
-        BoxKey(tensor->boxes[order[i]]) == BoxKey(tensor->boxes[order[i - 1]]);
+    keep[order[i]] = key(order[i]) != key(order[i - 1]);
   }
-  std::size_t kept = 0;
-  for (std::size_t i = 0; i < count; ++i) {
-    if (repeated[i]) continue;
-    tensor->boxes[kept] = tensor->boxes[i];
-    tensor->set_of_box[kept] = tensor->set_of_box[i];
-    tensor->name_of_box[kept] = tensor->name_of_box[i];
-    ++kept;
-  }
-  tensor->boxes.resize(kept);
-  tensor->set_of_box.resize(kept);
-  tensor->name_of_box.resize(kept);
+  KeepMarked(keep, &tensor->boxes);
+  KeepMarked(keep, &tensor->set_of_box);
+  KeepMarked(keep, &tensor->name_of_box);
+  KeepMarked(keep, rank_of_box);
 }
 
+// Leaves of boxes and covers what `rank` holds, and says who has the rest.
+void KeepOwnPart(const RankOfBox& rank_of_box, std::uint32_t rank,
+                 BoundTensor* tensor) {
+  std::vector<bool> own(rank_of_box.size());
+  std::vector<std::uint32_t> own_index(rank_of_box.size(), 0);
+  std::uint32_t count = 0;
+  for (std::size_t i = 0; i < rank_of_box.size(); ++i) {
+    own[i] = rank_of_box[i] == rank;
+    if (own[i]) own_index[i] = count++;
+  }
+  for (BoundTensor::Cover& cover : tensor->covers) {
+    std::vector<bool> keep(cover.origin.size());
+    for (std::size_t i = 0; i < cover.origin.size(); ++i) {
+      cover.ranks.push_back(rank_of_box[cover.origin[i]]);
+      keep[i] = own[cover.origin[i]];
+      cover.origin[i] = own_index[cover.origin[i]];
+    }
+    std::sort(cover.ranks.begin(), cover.ranks.end());
+    cover.ranks.erase(std::unique(cover.ranks.begin(), cover.ranks.end()),
+                      cover.ranks.end());
+    KeepMarked(keep, &cover.boxes);
+    KeepMarked(keep, &cover.origin);
+  }
+  KeepMarked(own, &tensor->boxes);
+  KeepMarked(own, &tensor->set_of_box);
+  KeepMarked(own, &tensor->name_of_box);
+}
 // Boxes of one tensor that do not overlap, filled in ascending order of rows.
 struct Layer {
   std::vector<std::uint32_t> members;
@@ -377,13 +413,17 @@ bool IsDense(const BoxTarget& box) {
                                        box.row_stride_bytes == row_bytes);
 }
 
-void FindOverlaps(const std::vector<const WeightSet*>& sets,
-                  const BoundWeights& bound, Offenders* offenders) {
+// Of one rank, whose sets these are.
+void FindOverlaps(const std::vector<const WeightSet*>& sets, std::uint32_t rank,
+                  bool grouped, const BoundWeights& bound,
+                  const std::vector<RankOfBox>& rank_of_box,
+                  Offenders* offenders) {
   std::vector<DenseRange> ranges;
-  for (const BoundTensor& tensor : bound.tensors) {
+  for (std::size_t t = 0; t < bound.tensors.size(); ++t) {
+    const BoundTensor& tensor = bound.tensors[t];
     for (std::size_t i = 0; i < tensor.boxes.size(); ++i) {
       const BoxTarget& box = tensor.boxes[i];
-      if (!IsDense(box)) continue;
+      if (rank_of_box[t][i] != rank || !IsDense(box)) continue;
       const auto begin = reinterpret_cast<std::uintptr_t>(box.data);
       ranges.push_back({begin, begin + box.unit_count() * box.unit_bytes,
                         tensor.set_of_box[i], tensor.name_of_box[i]});
@@ -396,7 +436,8 @@ void FindOverlaps(const std::vector<const WeightSet*>& sets,
             });
   const auto describe = [&](const DenseRange& range) {
     return absl::StrCat((*bound.table)[range.name].name, " of ",
-                        sets[range.set]->name());
+                        sets[range.set]->name(),
+                        grouped ? absl::StrCat(" of rank ", rank) : "");
   };
   const DenseRange* farthest = nullptr;
   for (const DenseRange& range : ranges) {
@@ -460,54 +501,67 @@ absl::Status WeightSet::Add(TensorTarget target) {
 absl::StatusOr<BoundWeights> BindWeights(
     const std::vector<const WeightSet*>& sets,
     std::shared_ptr<const TensorTable> table, bool allow_partial) {
+  return BindGroupWeights({sets}, 0, std::move(table), allow_partial);
+}
+
+absl::StatusOr<BoundWeights> BindGroupWeights(
+    const std::vector<std::vector<const WeightSet*>>& sets_of_rank,
+    std::uint32_t rank, std::shared_ptr<const TensorTable> table,
+    bool allow_partial) {
   BoundWeights bound;
   bound.table = std::move(table);
   const TensorTable& tensors = *bound.table;
   bound.tensors.resize(tensors.size());
+  std::vector<RankOfBox> rank_of_box(tensors.size());
+  const bool grouped = sets_of_rank.size() > 1;
   const auto owner_of = [&](std::uint32_t ordinal) {
     const std::uint32_t owner = tensors[ordinal].tied_to;
     return owner == kNotTied ? ordinal : owner;
   };
 
   Offenders offenders;
-  for (std::uint32_t s = 0; s < sets.size(); ++s) {
-    for (const TensorTarget& target : sets[s]->targets()) {
-      const auto where = [&] {
-        return absl::StrCat(target.name, " of ", sets[s]->name());
-      };
-      const auto ordinal = tensors.Find(target.name);
-      if (!ordinal.ok()) {
-        offenders.Add(absl::StrCat(where(), ": the store has no such tensor"));
-        continue;
+  for (std::uint32_t r = 0; r < sets_of_rank.size(); ++r) {
+    for (std::uint32_t s = 0; s < sets_of_rank[r].size(); ++s) {
+      const WeightSet& set = *sets_of_rank[r][s];
+      for (const TensorTarget& target : set.targets()) {
+        const auto where = [&] {
+          return absl::StrCat(target.name, " of ", set.name(),
+                              grouped ? absl::StrCat(" of rank ", r) : "");
+        };
+        const auto ordinal = tensors.Find(target.name);
+        if (!ordinal.ok()) {
+          offenders.Add(
+              absl::StrCat(where(), ": the store has no such tensor"));
+          continue;
+        }
+        const TensorSpec& spec = tensors[*ordinal];
+        if (spec.dtype != target.dtype) {
+          offenders.Add(absl::StrCat(where(), ": dtype: expected ",
+                                     DTypeName(spec.dtype), ", found ",
+                                     DTypeName(target.dtype)));
+          continue;
+        }
+        if (spec.shape != target.shape) {
+          offenders.Add(absl::StrCat(where(), ": shape: expected ",
+                                     ShapeText(spec.shape), ", found ",
+                                     ShapeText(target.shape)));
+          continue;
+        }
+        if (IsEmptyBox(target)) continue;
+        const std::uint32_t owner = owner_of(*ordinal);
+        BoundTensor& tensor = bound.tensors[owner];
+        KEDGE_RETURN_IF_ERROR(AppendBoxes(target, spec, &tensor.boxes));
+        tensor.set_of_box.resize(tensor.boxes.size(), s);
+        tensor.name_of_box.resize(tensor.boxes.size(), *ordinal);
+        rank_of_box[owner].resize(tensor.boxes.size(), r);
       }
-      const TensorSpec& spec = tensors[*ordinal];
-      if (spec.dtype != target.dtype) {
-        offenders.Add(absl::StrCat(where(), ": dtype: expected ",
-                                   DTypeName(spec.dtype), ", found ",
-                                   DTypeName(target.dtype)));
-        continue;
-      }
-      if (spec.shape != target.shape) {
-        offenders.Add(absl::StrCat(where(), ": shape: expected ",
-                                   ShapeText(spec.shape), ", found ",
-                                   ShapeText(target.shape)));
-        continue;
-      }
-      if (IsEmptyBox(target)) continue;
-      BoundTensor& tensor = bound.tensors[owner_of(*ordinal)];
-      KEDGE_RETURN_IF_ERROR(AppendBoxes(target, spec, &tensor.boxes));
-      tensor.set_of_box.resize(tensor.boxes.size(), s);
-      tensor.name_of_box.resize(tensor.boxes.size(), *ordinal);
     }
   }
   for (std::uint32_t t = 0; t < tensors.size(); ++t) {
     BoundTensor& tensor = bound.tensors[t];
     if (owner_of(t) != t) continue;
-    DropRepeatedBoxes(&tensor);
+    DropRepeatedBoxes(&tensor, &rank_of_box[t]);
     KEDGE_RETURN_IF_ERROR(CountCoverage(tensors[t], &tensor));
-    for (const BoxTarget& box : tensor.boxes) {
-      bound.held_bytes += box.unit_count() * box.unit_bytes;
-    }
   }
   for (std::uint32_t t = 0; t < tensors.size(); ++t) {
     const BoundTensor& owner = bound.tensors[owner_of(t)];
@@ -522,7 +576,16 @@ absl::StatusOr<BoundWeights> BindWeights(
             : absl::StrCat("weight sets hold ", owner.covered_units, " of ",
                            tensors[t].unit_count(), " units")));
   }
-  FindOverlaps(sets, bound, &offenders);
+  for (std::uint32_t r = 0; r < sets_of_rank.size(); ++r) {
+    FindOverlaps(sets_of_rank[r], r, grouped, bound, rank_of_box, &offenders);
+  }
+  for (std::uint32_t t = 0; t < tensors.size(); ++t) {
+    BoundTensor& tensor = bound.tensors[t];
+    if (owner_of(t) == t) KeepOwnPart(rank_of_box[t], rank, &tensor);
+    for (const BoxTarget& box : tensor.boxes) {
+      bound.held_bytes += box.unit_count() * box.unit_bytes;
+    }
+  }
   if (!offenders.empty()) {
     return absl::FailedPreconditionError(absl::StrCat(
         "weight sets do not fit the store's tensor table (", tensors.size(),

@@ -57,6 +57,10 @@ class WeightSet {
 
 // Weight sets bound to a table: every target as boxes of its tensor's unit
 // matrix, with coverage counted. Memory that two targets name alike is one box.
+//
+// The weight sets of a TP group are bound together: what is covered is counted
+// over all ranks, which all come to the same covers in the same order; boxes
+// are those of this rank alone.
 struct BoundTensor {
   // Of all sets, in order. A tied tensor has none: what its targets hold stands
   // with its owner, whose records and checksum are theirs too.
@@ -69,8 +73,9 @@ struct BoundTensor {
   // and every unit of every box is in some cover. Replicas lead to several
   // covers; one that is only a part is completed with parts of other boxes.
   struct Cover {
-    std::vector<BoxTarget> boxes;
+    std::vector<BoxTarget> boxes;       // the part of this rank
     std::vector<std::uint32_t> origin;  // the boxes that they are (parts of)
+    std::vector<std::uint32_t> ranks;   // that have a part, ascending
   };
   std::vector<Cover> covers;
 };
@@ -93,6 +98,15 @@ struct BoundWeights {
 absl::StatusOr<BoundWeights> BindWeights(
     const std::vector<const WeightSet*>& sets,
     std::shared_ptr<const TensorTable> table, bool allow_partial);
+
+// Likewise for the group whose rank r holds `sets_of_rank[r]`, as rank `rank`
+// sees it. Targets of other ranks may point anywhere: their memory is not
+// touched, and addresses are compared within a rank only. All ranks that pass
+// the same sets get the same covers, or the same error.
+absl::StatusOr<BoundWeights> BindGroupWeights(
+    const std::vector<std::vector<const WeightSet*>>& sets_of_rank,
+    std::uint32_t rank, std::shared_ptr<const TensorTable> table,
+    bool allow_partial);
 
 }  // namespace kedge
 

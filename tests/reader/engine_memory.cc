@@ -50,32 +50,57 @@ std::string LayoutName(Layout layout) {
   return "?";
 }
 
+void EngineMemory::Plan(int set, const TensorSpec& spec,
+                        std::vector<std::uint64_t> begin,
+                        std::vector<std::uint64_t> extent,
+                        std::vector<std::int64_t> strides,
+                        std::uint64_t align) {
+  Planned planned;
+  planned.set = set;
+  planned.target.name = spec.name;
+  planned.target.dtype = spec.dtype;
+  planned.target.shape = spec.shape;
+  planned.target.begin = begin;
+  planned.target.extent = extent;
+  planned.target.strides_bytes = strides;
+  planned.offset = (used_ + align - 1) / align * align;
+  if (strides.empty()) {
+    strides = RowMajor(extent, ElementBytes(spec.dtype), 0);
+  }
+  std::uint64_t span = Product(extent) == 0 ? 0 : ElementBytes(spec.dtype);
+  for (std::size_t d = 0; d < extent.size() && span > 0; ++d) {
+    span += (extent[d] - 1) * static_cast<std::uint64_t>(strides[d]);
+  }
+  used_ = planned.offset + span;
+  planned_.push_back(std::move(planned));
+}
+
+EngineMemory::EngineMemory(const TensorTable& table,
+                           const std::vector<Part>& parts,
+                           const std::string& set_name) {
+  for (const Part& part : parts) {
+    const std::uint64_t previous =
+        planned_.empty() ? 0 : planned_.back().offset;
+    const std::uint64_t used = used_;
+    Plan(0, table[*table.Find(part.name)], part.begin, part.extent,
+         part.strides_bytes, 64);
+    if (part.bytes_after_previous == 0) continue;
+    Planned& inside = planned_.back();
+    const std::uint64_t span = used_ - inside.offset;
+    inside.offset = previous + part.bytes_after_previous;
+    used_ = std::max(used, inside.offset + span);
+  }
+  Place({set_name});
+}
+
 EngineMemory::EngineMemory(const TensorTable& table, Layout layout,
                            const std::vector<std::string>& without) {
-  std::uint64_t used = 64;
-  // Adds a box; `strides` empty means row-major and contiguous.
   const auto add = [&](int set, const TensorSpec& spec,
                        std::vector<std::uint64_t> begin,
                        std::vector<std::uint64_t> extent,
                        std::vector<std::int64_t> strides, std::uint64_t align) {
-    Planned planned;
-    planned.set = set;
-    planned.target.name = spec.name;
-    planned.target.dtype = spec.dtype;
-    planned.target.shape = spec.shape;
-    planned.target.begin = begin;
-    planned.target.extent = extent;
-    planned.target.strides_bytes = strides;
-    planned.offset = (used + align - 1) / align * align;
-    if (strides.empty()) {
-      strides = RowMajor(extent, ElementBytes(spec.dtype), 0);
-    }
-    std::uint64_t span = Product(extent) == 0 ? 0 : ElementBytes(spec.dtype);
-    for (std::size_t d = 0; d < extent.size() && span > 0; ++d) {
-      span += (extent[d] - 1) * static_cast<std::uint64_t>(strides[d]);
-    }
-    used = planned.offset + span;
-    planned_.push_back(std::move(planned));
+    Plan(set, spec, std::move(begin), std::move(extent), std::move(strides),
+         align);
   };
   const auto halves = [&](const TensorSpec& spec, std::size_t dimension,
                           int first_set, int second_set) {
@@ -123,7 +148,7 @@ EngineMemory::EngineMemory(const TensorTable& table, Layout layout,
           up.target.name = "mlp.up.weight";
           up.target.dtype = DType::kF16;
           up.offset += static_cast<std::uint64_t>(row);
-          used += static_cast<std::uint64_t>(row);
+          used_ += static_cast<std::uint64_t>(row);
           planned_.push_back(std::move(up));
           break;
         }
@@ -166,12 +191,19 @@ EngineMemory::EngineMemory(const TensorTable& table, Layout layout,
     }
   }
 
-  arena_.resize(used + 64);
-  owned_.resize(arena_.size(), false);
-  sets_.push_back(std::make_unique<WeightSet>("tp0"));
   if (layout == Layout::kRows || layout == Layout::kColumns ||
       layout == Layout::kReplicas) {
-    sets_.push_back(std::make_unique<WeightSet>("tp1"));
+    Place({"tp0", "tp1"});
+  } else {
+    Place({"tp0"});
+  }
+}
+
+void EngineMemory::Place(const std::vector<std::string>& set_names) {
+  arena_.resize(used_ + 64);
+  owned_.resize(arena_.size(), false);
+  for (const std::string& name : set_names) {
+    sets_.push_back(std::make_unique<WeightSet>(name));
   }
   for (Planned& planned : planned_) {
     planned.target.data = arena_.data() + planned.offset;
@@ -265,6 +297,31 @@ std::byte* EngineMemory::At(const std::string& name, std::uint64_t element) {
   }
   KEDGE_CHECK(found != nullptr);
   return found;
+}
+
+std::optional<std::uint64_t> EngineMemory::SomeElement(
+    const std::string& name) const {
+  std::optional<std::uint64_t> some;
+  for (const Planned& planned : planned_) {
+    if (planned.target.name != name || some) continue;
+    ForEach(planned, [&](std::uint64_t flat, std::uint64_t) {
+      if (!some) some = flat;
+    });
+  }
+  return some;
+}
+
+std::vector<std::byte> EngineMemory::Contents() const {
+  std::vector<std::byte> contents;
+  for (const Planned& planned : planned_) {
+    const std::uint64_t element = ElementBytes(planned.target.dtype);
+    ForEach(planned, [&](std::uint64_t, std::uint64_t at) {
+      contents.insert(
+          contents.end(), arena_.begin() + static_cast<std::ptrdiff_t>(at),
+          arena_.begin() + static_cast<std::ptrdiff_t>(at + element));
+    });
+  }
+  return contents;
 }
 
 }  // namespace kedge

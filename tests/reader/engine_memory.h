@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -36,6 +37,20 @@ class EngineMemory {
   EngineMemory(const TensorTable& table, Layout layout,
                const std::vector<std::string>& without = {});
 
+  // A box of a tensor. Empty strides: row-major, contiguous.
+  struct Part {
+    std::string name;
+    std::vector<std::uint64_t> begin;
+    std::vector<std::uint64_t> extent;
+    std::vector<std::int64_t> strides_bytes;
+    // Its first element stands this many bytes after the part before it, whose
+    // gaps it fills; 0: in memory of its own.
+    std::uint64_t bytes_after_previous = 0;
+  };
+  // One set that holds these.
+  EngineMemory(const TensorTable& table, const std::vector<Part>& parts,
+               const std::string& set_name);
+
   std::vector<const WeightSet*> sets() const;
 
   // Fills all memory, gaps included.
@@ -47,6 +62,11 @@ class EngineMemory {
   std::string Difference(const ModelBytes& model) const;
   // The address of an element of a tensor, in the first target that has it.
   std::byte* At(const std::string& name, std::uint64_t element);
+  // An element that the first target of a tensor with any has; nothing if none
+  // has one.
+  std::optional<std::uint64_t> SomeElement(const std::string& name) const;
+  // The bytes of every target, element by element.
+  std::vector<std::byte> Contents() const;
 
  private:
   struct Planned {
@@ -58,6 +78,14 @@ class EngineMemory {
   template <typename Visit>
   static void ForEach(const Planned& planned, Visit visit);
 
+  // Adds a box; `strides` empty means row-major and contiguous.
+  void Plan(int set, const TensorSpec& spec, std::vector<std::uint64_t> begin,
+            std::vector<std::uint64_t> extent,
+            std::vector<std::int64_t> strides, std::uint64_t align);
+  // Gives every planned target its memory, in sets of these names.
+  void Place(const std::vector<std::string>& set_names);
+
+  std::uint64_t used_ = 64;
   std::vector<std::byte> arena_;
   std::vector<bool> owned_;  // bytes of arena_ that targets hold
   std::byte fill_{0};

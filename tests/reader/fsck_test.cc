@@ -30,16 +30,21 @@
 #include "absl/strings/str_split.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "kedge/engine/cpu/l61_sum.h"
+#include "kedge/engine/io/lease.h"
+#include "kedge/engine/io/store.h"
 #include "kedge/format/codec.h"
 #include "kedge/format/l61.h"
 #include "kedge/format/layout.h"
 #include "kedge/format/limits.h"
 #include "kedge/reader/fsck_findings.h"
+#include "kedge/reader/version_reader.h"
 #include "kedge/tests/corpus/store_forge.h"
 #include "kedge/tests/support/fault_file_system.h"
-#include "kedge/tests/support/temp_directory.h"
-#include "kedge/writer/snapshot_writer.h"
 #include "kedge/tests/support/sanitized.h"
+#include "kedge/tests/support/temp_directory.h"
+#include "kedge/writer/retention.h"
+#include "kedge/writer/snapshot_writer.h"
 
 namespace kedge {
 namespace {
@@ -164,6 +169,17 @@ TEST(FsckTest, ExternalV0IsJoinedByEnginesThatBootWithIt) {
   EXPECT_EQ(report.newest, report.newest_joinable);
 }
 
+// Report: a store that had lost its only anchor was taken for one whose engines
+// boot with v0.
+TEST(FsckTest, StoreThatLostTheAnchorOfV0IsNotJoinable) {
+  const TempDirectory directory;
+  const std::string path = directory.Join("store");
+  MakeSmallStore({.anchors = {}}, path);
+  std::filesystem::remove_all(path + "/" + StepDirectoryName(0) + "/anchor");
+  const FsckReport report = CheckPath(path, true, 0);
+  EXPECT_THAT(Ids(report), testing::Contains("not-joinable"));
+}
+
 TEST(FsckTest, ResumedStoreIsWell) {
   MemoryFileSystem fs = SmallStore({.resume_at = 4});
   const FsckReport report = MustCheck(fs);
@@ -264,6 +280,23 @@ Hash128 OtherHash() {
 
 std::vector<std::byte> Garbage() {
   return std::vector<std::byte>(300, std::byte{0x5a});
+}
+
+// A lease as a reader of the small store has it.
+void PutLease(MemoryFileSystem& fs, const std::string& name,
+              std::chrono::seconds age,
+              const std::function<void(LeaseRecord&)>& edit = nullptr) {
+  LeaseRecord lease;
+  lease.run.bytes.fill(1);
+  lease.oldest_step = 4;
+  lease.counter = 1;
+  lease.reader = name;
+  if (edit) edit(lease);
+  fs.Put("leases/" + name, SerializeLease(lease));
+  fs.nodes["leases/" + name].modified_ns =
+      std::chrono::duration_cast<std::chrono::nanoseconds>(
+          std::chrono::system_clock::now().time_since_epoch() - age)
+          .count();
 }
 
 const std::vector<Canary>& Canaries() {
@@ -628,6 +661,41 @@ const std::vector<Canary>& Canaries() {
          fs.Move(kSegment5, "step_00000005/DELTA-R000-000.KDS");
        },
        {"data-file-missing", "not-joinable"}},
+      {"unknown-name", "a file among the leases and one among the ranks",
+       [](F& fs, G&) {
+         fs.Put("leases/r.lock~", Garbage());
+         fs.Put("ranks/rank_1", Garbage());
+       }},
+      {"lease-bad", "a bit of a lease flipped",
+       [](F& fs, G&) {
+         PutLease(fs, "r", {});
+         Flip(fs.bytes("leases/r"), 24);
+       }},
+      {"lease-bad", "a lease under another reader's name",
+       [](F& fs, G&) {
+         PutLease(fs, "r", {}, [](LeaseRecord& lease) { lease.reader = "q"; });
+       }},
+      {"lease-bad", "half a lease",
+       [](F& fs, G&) {
+         PutLease(fs, "r", {});
+         fs.bytes("leases/r").resize(70);
+       }},
+      {"newer-format", "a lease of a newer kedge",
+       [](F& fs, G&) {
+         PutLease(fs, "r", {});
+         fs.bytes("leases/r") = WithMinReader2(fs.bytes("leases/r"));
+       }},
+      {"lease-other-run", "a lease of another run",
+       [](F& fs, G&) {
+         PutLease(fs, "r", {},
+                  [](LeaseRecord& lease) { lease.run = OtherHash(); });
+       }},
+      {"lease-future", "a lease of tomorrow",
+       [](F& fs, G&) { PutLease(fs, "r", -std::chrono::hours(24)); }},
+      {"lease-expired", "a lease of yesterday",
+       [](F& fs, G&) { PutLease(fs, "r", std::chrono::hours(24)); }},
+      {"lease-leftover", "a lease that never came to its place",
+       [](F& fs, G&) { fs.Put("leases/r~0123456789abcdef", Garbage()); }},
       {"staging-leftover", "a staging directory of epoch 0",
        [](F& fs, G&) { fs.MakeDirectories(".staging/step_00000000.0.0"); }},
       {"trash",
@@ -668,6 +736,55 @@ TEST(FsckCanaryTest, EachDamageGivesItsFindingAndNoOther) {
       EXPECT_THAT(finding.file, Not(HasSubstr("/s/")));
     }
   }
+}
+
+TEST(FsckTest, LiveLeasesControlFilesAndTemporariesAreNoFinding) {
+  MemoryFileSystem fs = Pristine();
+  PutLease(fs, "engine-1.tp-0", {});
+  PutLease(fs, "engine-2", std::chrono::seconds(500));
+  PutLease(fs, "engine-3", -std::chrono::seconds(500));  // clocks differ
+  PutLease(fs, "engine-1.tp-0~0123456789abcdef", {},
+           [](LeaseRecord& lease) { lease.reader = "engine-1.tp-0"; });
+  fs.Put("ranks/rank_00000", Garbage());
+  fs.Put("ranks/rank_00007", {});
+  fs.Put("ranks/rank_00007.0123456789abcdef", {});
+  const FsckReport report = MustCheck(fs);
+  EXPECT_THAT(report.findings, IsEmpty()) << FormatFsckReport(report);
+}
+
+TEST(FsckTest, OldDamagedLeaseIsAnInfoForGcDoesNotHeedIt) {
+  MemoryFileSystem fs = Pristine();
+  PutLease(fs, "r", std::chrono::hours(1));
+  Flip(fs.bytes("leases/r"), 24);
+  const FsckReport report = MustCheck(fs);
+  EXPECT_TRUE(report.clean());
+  ASSERT_EQ(report.findings.size(), 1u);
+  EXPECT_EQ(report.findings[0].id, "lease-bad");
+  EXPECT_EQ(report.findings[0].file, "leases/r");
+  EXPECT_EQ(report.findings[0].offset, 136u);
+}
+
+TEST(FsckTest, LeaseThatIsRenewedWhileItIsReadIsNoFinding) {
+  MemoryFileSystem fs = Pristine();
+  PutLease(fs, "r", {});
+  Flip(fs.bytes("leases/r"), 24);
+  FaultFileSystem watched(&fs);
+  int reads = 0;
+  watched.set_after_each([&](const Operation& operation) {
+    if (operation.kind == FileOperation::kStat &&
+        absl::EndsWith(operation.path, "leases/r") && ++reads == 1) {
+      PutLease(fs, "r", -std::chrono::seconds(1));
+    }
+  });
+  FsckOptions options;
+  options.store_path = MemoryFileSystem::kRoot;
+  options.fs = &watched;
+  options.io_threads = 1;
+  options.settle_seconds = 0;
+  const auto report = Fsck(options);
+  ASSERT_TRUE(report.ok());
+  EXPECT_EQ(reads, 2);
+  EXPECT_THAT(report->findings, IsEmpty()) << FormatFsckReport(*report);
 }
 
 TEST(FsckCanaryTest, EveryIdOfTheCatalogueHasACanary) {
@@ -1102,6 +1219,27 @@ TEST(FsckTest, StoreOfANewerFormatCouldNotBeChecked) {
   EXPECT_EQ(FsckExitCode(report), 8);
 }
 
+// Report: a step directory that this user may not list was called clean.
+TEST(FsckTest, DirectoryThatCannotBeListedIsNeverClean) {
+  const TempDirectory directory;
+  const std::string path = directory.Join("store");
+  MakeSmallStore({.steps = 2, .anchors = {1}}, path);
+  for (const std::string& which :
+       {StepDirectoryName(2), StepDirectoryName(1),
+        StepDirectoryName(1) + "/" + kAnchorDirectoryName}) {
+    FaultFileSystem fs(PosixFileSystem(), path);
+    fs.set_script(FaultOn(FileOperation::kList, which, Fault::Fail(EACCES)));
+    FsckOptions options;
+    options.store_path = path;
+    options.fs = &fs;
+    options.settle_seconds = 0;
+    const auto report = Fsck(options);
+    ASSERT_TRUE(report.ok()) << report.status();
+    EXPECT_THAT(Ids(*report), testing::Contains("unreadable")) << which;
+    EXPECT_NE(FsckExitCode(report), 0);
+  }
+}
+
 TEST(FsckTest, AnyOneFailedOperationIsSurvivedReportedOrCouldNotCheck) {
   const TempDirectory directory;
   const std::string path = directory.Join("store");
@@ -1139,8 +1277,8 @@ TEST(FsckTest, AnyOneFailedOperationIsSurvivedReportedOrCouldNotCheck) {
 
 // ------------------------------------------------------------------ live store
 
-// A trainer that publishes, a hand that prunes, and a new trainer now and then,
-// while fsck looks on.
+// A trainer that publishes, a gc that prunes, readers with leases, and a new
+// trainer now and then, while fsck looks on.
 TEST(FsckLiveTest, StoreInMotionGivesNoFalseFinding) {
   const TempDirectory directory;
   const std::string path = directory.Join("store");
@@ -1158,6 +1296,7 @@ TEST(FsckLiveTest, StoreInMotionGivesNoFalseFinding) {
   std::atomic<int> published{0};
   std::atomic<int> resumed{0};
   std::atomic<int> pruned{0};
+  std::atomic<int> leased{0};
   std::thread trainer([&] {
     std::mt19937_64 random(kSeed);
     std::unique_ptr<SnapshotWriter> writer = *std::move(created);
@@ -1192,20 +1331,48 @@ TEST(FsckLiveTest, StoreInMotionGivesNoFalseFinding) {
         // Not the same bytes as the first time.
         weights[0] += 17;
       }
-      // Keeps the chain from the last anchor but one, oldest go first.
-      if (newest_anchor > 6) {
-        for (const auto& [old, _] : weights_at) {
-          if (old >= newest_anchor - 3) break;
-          std::error_code error;
-          std::filesystem::rename(
-              path + "/" + StepDirectoryName(old),
-              absl::StrCat(path, "/.trash/", StepDirectoryName(old), ".gc"),
-              error);
-          if (!error) ++pruned;
-        }
-        weights_at.erase(weights_at.begin(),
-                         weights_at.lower_bound(newest_anchor - 3));
+      weights_at.erase(weights_at.begin(),
+                       weights_at.lower_bound(newest_anchor));
+    }
+  });
+  std::thread collector([&] {
+    GcOptions gc;
+    gc.store_path = path;
+    gc.grace = std::chrono::seconds(0);
+    while (!stop) {
+      const auto report = CollectGarbage(gc);
+      EXPECT_TRUE(report.ok()) << report.status();
+      if (!report.ok()) break;
+      EXPECT_THAT(report->warnings, IsEmpty());
+      pruned += static_cast<int>(report->moved_steps.size());
+    }
+  });
+  // Readers that say what they hold, now the newest version and now one that is
+  // about to go, and that come and go themselves.
+  std::thread readers([&] {
+    std::mt19937_64 random(kSeed + 1);
+    auto store = Store::Open(PosixFileSystem(), path);
+    ASSERT_TRUE(store.ok());
+    while (!stop) {
+      auto lease = Lease::Create(PosixFileSystem(), path,
+                                 absl::StrCat("reader-", random() % 3),
+                                 (*store)->info().run);
+      ASSERT_TRUE(lease.ok()) << lease.status();
+      for (int i = 0; i < 5 && !stop; ++i) {
+        const auto steps = (*store)->ListSteps();
+        if (!steps.ok() || steps->empty()) continue;
+        const auto step =
+            (*store)->ReadStep((*steps)[random() % steps->size()]);
+        if (!step.ok()) continue;
+        const bool holds = random() % 2 == 0;
+        ASSERT_TRUE((*lease)
+                        ->Set((*step)->id.step,
+                              holds ? std::optional((*step)->id) : std::nullopt)
+                        .ok());
+        ++leased;
+        std::this_thread::sleep_for(std::chrono::milliseconds(random() % 5));
       }
+      ASSERT_TRUE((*lease)->Remove().ok());
     }
   });
   const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(3);
@@ -1219,6 +1386,9 @@ TEST(FsckLiveTest, StoreInMotionGivesNoFalseFinding) {
   }
   stop = true;
   trainer.join();
+  collector.join();
+  readers.join();
+  EXPECT_GT(leased, 20);
   EXPECT_GT(looks, 10);
   EXPECT_GT(published, 20);
   EXPECT_GT(resumed, 2);
@@ -1228,7 +1398,7 @@ TEST(FsckLiveTest, StoreInMotionGivesNoFalseFinding) {
 }
 
 // The store as it was after each operation of a writer that publishes, adds
-// anchors and is resumed, and of a hand that prunes.
+// anchors and is resumed, of a reader's lease, and of gc.
 std::vector<MemoryFileSystem> History() {
   const TempDirectory directory;
   const std::string path = directory.Join("store");
@@ -1274,11 +1444,18 @@ std::vector<MemoryFileSystem> History() {
   weights[50] += 1;
   publish(3, false);
   publish(4, true);
-  for (const std::uint64_t step : {0, 1, 2, 3}) {
-    EXPECT_TRUE(fs.Rename(path + "/" + StepDirectoryName(step),
-                          path + "/.trash/" + StepDirectoryName(step))
-                    .ok());
-  }
+  const auto& store = (*writer)->store_writer().store();
+  auto lease = Lease::Create(&fs, path, "reader", store.info().run);
+  EXPECT_TRUE(lease.ok()) << lease.status();
+  EXPECT_TRUE((*lease)->Set(1, (*store.ReadStep(1))->id).ok());
+  GcOptions gc;
+  gc.store_path = path;
+  gc.fs = &fs;
+  gc.keep_anchors = 1;
+  gc.grace = std::chrono::seconds(0);
+  EXPECT_THAT(CollectGarbage(gc)->moved_steps, ElementsAre(0));
+  EXPECT_TRUE((*lease)->Remove().ok());
+  EXPECT_THAT(CollectGarbage(gc)->moved_steps, ElementsAre(1, 2, 3));
   publish(5, false);
   return history;
 }
@@ -1382,6 +1559,121 @@ TEST(FsckLiveTest, WriterThatGoesOnWithEachOperationGivesNoFinding) {
     }
   }
   EXPECT_GT(runs, 500);
+}
+
+// ----------------------------------------------------------------- copied live
+
+TEST(FsckCopyTest, CopyWithALaterHeadSaysWhichVersionIsMissing) {
+  MemoryFileSystem fs = Pristine();
+  SmallStoreOptions more;
+  more.steps = 6;
+  fs.CopyFrom(SmallStore(more), "HEAD", "HEAD");
+  const FsckReport report = MustCheck(fs);
+  EXPECT_THAT(Ids(report), ElementsAre("head-ahead"));
+  EXPECT_THAT(report.findings.at(0).message,
+              HasSubstr("newest valid, found v6"));
+  EXPECT_EQ(report.newest_joinable->step, 5u);
+}
+
+TEST(FsckCopyTest, CopyWithAHoleAtItsEndSaysWhereItIs) {
+  SmallStoreOptions more;
+  more.steps = 7;
+  MemoryFileSystem fs = SmallStore(more);
+  fs.Remove("step_00000006");
+  const FsckReport report = MustCheck(fs);
+  EXPECT_THAT(Ids(report),
+              UnorderedElementsAre("base-missing", "not-joinable"));
+  EXPECT_EQ(report.newest->step, 7u);
+  EXPECT_EQ(report.newest_joinable->step, 5u);
+  EXPECT_THAT(FormatFsckReport(report),
+              HasSubstr("a hole: step 6 is not there, v5 is the newest"));
+}
+
+TEST(FsckCopyTest, CopyWithHalfAStagingDirectoryIsClean) {
+  MemoryFileSystem fs = Pristine();
+  fs.Put(".staging/step_00000006.1.0/delta-r000-000.kds", Garbage());
+  fs.Put(".staging/HEAD.1", {});
+  const FsckReport report = MustCheck(fs);
+  EXPECT_THAT(report.findings, IsEmpty()) << FormatFsckReport(report);
+  // Once another writer has opened the copy it is a leftover.
+  StoreForge forge(&fs);
+  forge.SetEpoch(2, 5, forge.ManifestHash("step_00000005"));
+  Head head = forge.GetHead();
+  head.epoch = 2;
+  forge.SetHead(head);
+  EXPECT_THAT(Ids(MustCheck(fs)), ElementsAre("staging-leftover"));
+}
+
+TEST(FsckCopyTest, CopyWithHalfAStepNamesWhatIsMissing) {
+  MemoryFileSystem fs = Pristine();
+  fs.bytes(kSegment5).resize(100);
+  EXPECT_THAT(Ids(MustCheck(fs)),
+              UnorderedElementsAre("data-file-size", "not-joinable"));
+  fs.Remove(kSegment5);
+  EXPECT_THAT(Ids(MustCheck(fs)),
+              UnorderedElementsAre("data-file-missing", "not-joinable"));
+  fs.Remove("step_00000005/COMMIT");
+  EXPECT_THAT(Ids(MustCheck(fs)),
+              UnorderedElementsAre("commit-missing", "head-ahead"));
+}
+
+// A copier that walks the store file by file while a writer, a reader and gc go
+// on: whatever comes out, what fsck calls joinable can be read.
+TEST(FsckCopyTest, JoinableVersionsOfAnyCopyOfALiveStoreCanBeRead) {
+  const std::vector<MemoryFileSystem> history = History();
+  constexpr std::uint64_t kSeed = 5;
+  std::mt19937_64 random(kSeed);
+  int clean = 0;
+  int joinable = 0;
+  for (int copy = 0; copy < 300; ++copy) {
+    SCOPED_TRACE(absl::StrCat("seed ", kSeed, ", copy ", copy));
+    std::size_t now = random() % history.size();
+    const std::size_t stride = 1 + random() % 6;  // of the writer, per file
+    MemoryFileSystem fs;
+    const std::vector<std::string> names = history[now].FileNames();
+    for (const auto& [name, node] : history[now].nodes) {
+      if (node.type == FileType::kDirectory) fs.MakeDirectories(name);
+    }
+    for (const std::string& name : names) {
+      now = std::min(now + random() % stride, history.size() - 1);
+      const auto node = history[now].nodes.find(name);
+      if (node == history[now].nodes.end()) continue;  // gone meanwhile
+      fs.Put(name, node->second.bytes);
+      fs.nodes[name].modified_ns = node->second.modified_ns;
+    }
+    const auto report = Check(fs);
+    if (!report.ok()) continue;  // STORE came later
+    clean += report->clean() ? 1 : 0;
+    // As it advises: what is not sound goes out of the way.
+    std::set<std::uint64_t> anchors;
+    for (const FsckChain& chain : report->chains) {
+      anchors.insert(chain.anchors.begin(), chain.anchors.end());
+    }
+    for (std::uint64_t step = 0; step < 6; ++step) {
+      const std::string name = StoreForge::AnchorName(step);
+      if (!anchors.contains(step) && fs.nodes.contains(name)) fs.Remove(name);
+    }
+    for (const FsckChain& chain : report->chains) {
+      for (const std::uint64_t version : chain.versions) {
+        if (!chain.Joins(version)) continue;
+        ++joinable;
+        auto store = Store::Open(&fs, MemoryFileSystem::kRoot);
+        ASSERT_TRUE(store.ok()) << store.status();
+        const auto step = (*store)->ReadStep(version);
+        ASSERT_TRUE(step.ok()) << step.status();
+        const auto reader = VersionReader::Open(store->get(), *step);
+        ASSERT_TRUE(reader.ok()) << reader.status() << "\n"
+                                 << FormatFsckReport(*report);
+        std::vector<std::byte> bytes(6 * 16 * 2);
+        const absl::Status read = (*reader)->Read(0, 0, bytes);
+        ASSERT_TRUE(read.ok()) << read << "\n" << FormatFsckReport(*report);
+        const L61Summer summer(L61Key::FromSeed((*store)->info().l61_seed));
+        EXPECT_EQ(summer.Sum(0, bytes), (*reader)->state().l61.at(0));
+      }
+    }
+  }
+  EXPECT_GT(clean, 10);
+  EXPECT_GT(joinable, 300);
 }
 
 // --------------------------------------------------------------- text, corpus

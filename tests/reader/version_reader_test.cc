@@ -3,6 +3,8 @@
 
 #include "kedge/reader/version_reader.h"
 
+#include <sys/resource.h>
+
 #include <random>
 #include <thread>
 
@@ -106,9 +108,49 @@ TEST_F(VersionReaderTest, RangesOutsideOrOfPartsOfUnitsAreRefused) {
   EXPECT_TRUE(reader->Read(t, 510, bytes).ok());
 }
 
+// Report: one bad byte in the newest anchor kept operators from every version
+// after it, though an older anchor led there.
+TEST_F(VersionReaderTest, ADamagedAnchorIsPassedOverForAnOlderOne) {
+  for (const std::uint64_t damaged : {6, 3}) {
+    for (const std::string& file : DataFilesOf(run_.AnchorPath(damaged))) {
+      FlipByte(file, 4096);
+    }
+    const auto reader = Open(7);
+    ASSERT_NE(reader, nullptr);
+    for (std::uint32_t t = 0; t < reader->table().size(); ++t) {
+      const TensorSpec& spec = reader->table()[t];
+      std::vector<std::byte> bytes(spec.byte_count());
+      const absl::Status status = reader->Read(t, 0, bytes);
+      ASSERT_TRUE(status.ok()) << status;
+      EXPECT_EQ(bytes, run_.at(7).at(spec.name)) << spec.name;
+    }
+  }
+}
+
+TEST_F(VersionReaderTest, ALongChainNeedsFewOpenFiles) {
+  run_.PublishUpTo(150, 1000);
+  rlimit before;
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  rlimit few = before;
+  few.rlim_cur = 100;
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &few), 0);
+  const auto reader = Open(150);
+  EXPECT_NE(reader, nullptr);
+  for (std::uint32_t t = 0; reader && t < reader->table().size(); ++t) {
+    const TensorSpec& spec = reader->table()[t];
+    std::vector<std::byte> bytes(spec.byte_count());
+    const absl::Status status = reader->Read(t, 0, bytes);
+    EXPECT_TRUE(status.ok()) << status;
+    EXPECT_EQ(bytes, run_.at(150).at(spec.name)) << spec.name;
+  }
+  EXPECT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+}
+
 TEST_F(VersionReaderTest, DamageIsNamedByFileAndPiece) {
-  for (const std::string& file : DataFilesOf(run_.AnchorPath(6))) {
-    FlipByte(file, 4096);
+  for (const std::uint64_t step : {0, 3, 6}) {
+    for (const std::string& file : DataFilesOf(run_.AnchorPath(step))) {
+      FlipByte(file, 4096);
+    }
   }
   const auto reader = Open(7);
   ASSERT_NE(reader, nullptr);

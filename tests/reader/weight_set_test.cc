@@ -406,5 +406,110 @@ TEST(CoverTest, CoversHoldEachUnitOnceAndReachEveryBox) {
   }
 }
 
+// What all ranks of a group make of the same random sets: the same covers, each
+// unit once, and each rank its own part.
+TEST(GroupCoverTest, RanksAgreeOnCoversAndShareThemOutOnce) {
+  constexpr std::uint64_t kRows = 12;
+  constexpr std::uint64_t kCols = 130;
+  for (std::uint64_t seed = 0; seed < 200; ++seed) {
+    SCOPED_TRACE(testing::Message() << "seed " << seed);
+    std::mt19937_64 random(seed);
+    const auto table = MakeTable({Spec("t", DType::kU8, {kRows, kCols})});
+    const auto ranks = static_cast<std::uint32_t>(1 + random() % 4);
+    // As processes often have it: the same addresses in every rank.
+    std::vector<std::vector<std::byte>> memory;
+    for (int i = 0; i < 3; ++i) memory.emplace_back(kRows * kCols);
+    std::vector<std::unique_ptr<WeightSet>> sets;
+    std::vector<std::vector<const WeightSet*>> sets_of_rank(ranks);
+    std::uint64_t boxes = 0;
+    for (std::uint32_t r = 0; r < ranks; ++r) {
+      sets.push_back(std::make_unique<WeightSet>("w"));
+      sets_of_rank[r].push_back(sets.back().get());
+      for (std::uint64_t i = 0; i < random() % 4 && i < memory.size(); ++i) {
+        TensorTarget target =
+            Target("t", DType::kU8, {kRows, kCols}, memory[i].data());
+        target.begin = {random() % kRows, 0};
+        target.extent = {1 + random() % (kRows - target.begin[0]), kCols};
+        if (random() % 3 == 0) {
+          target.begin = {0, 0};
+          target.extent = {kRows, kCols};
+        }
+        ASSERT_TRUE(sets.back()->Add(target).ok());
+        ++boxes;
+      }
+    }
+    std::vector<BoundTensor> bound;
+    for (std::uint32_t r = 0; r < ranks; ++r) {
+      auto weights = BindGroupWeights(sets_of_rank, r, table, true);
+      ASSERT_TRUE(weights.ok()) << weights.status();
+      bound.push_back(weights->tensors[0]);
+      EXPECT_EQ(bound[r].covers.size(), bound[0].covers.size());
+      EXPECT_EQ(bound[r].covered_units, bound[0].covered_units);
+      EXPECT_EQ(bound[r].fully_covered, bound[0].fully_covered);
+      EXPECT_EQ(bound[r].boxes.size(), sets[r]->targets().size());
+      boxes -= bound[r].boxes.size();
+      std::set<const std::byte*> reached;
+      for (const BoundTensor::Cover& cover : bound[r].covers) {
+        ASSERT_EQ(cover.origin.size(), cover.boxes.size());
+        for (std::size_t i = 0; i < cover.boxes.size(); ++i) {
+          ASSERT_LT(cover.origin[i], bound[r].boxes.size());
+          for (std::uint64_t row = cover.boxes[i].row_begin;
+               row < cover.boxes[i].row_end; ++row) {
+            reached.insert(cover.boxes[i].At(row, cover.boxes[i].col_begin));
+          }
+        }
+      }
+      std::size_t rows = 0;
+      for (const BoxTarget& box : bound[r].boxes) {
+        rows += box.row_end - box.row_begin;
+      }
+      EXPECT_EQ(reached.size(), rows) << "rank " << r;
+    }
+    EXPECT_EQ(boxes, 0u);
+    for (std::size_t c = 0; c < bound[0].covers.size(); ++c) {
+      std::uint64_t units = 0;
+      std::set<std::uint64_t> rows;
+      for (std::uint32_t r = 0; r < ranks; ++r) {
+        const BoundTensor::Cover& cover = bound[r].covers[c];
+        EXPECT_EQ(cover.ranks, bound[0].covers[c].ranks);
+        EXPECT_EQ(std::count(cover.ranks.begin(), cover.ranks.end(), r) == 1,
+                  !cover.boxes.empty());
+        for (const BoxTarget& box : cover.boxes) {
+          units += box.unit_count();
+          for (std::uint64_t row = box.row_begin; row < box.row_end; ++row) {
+            EXPECT_TRUE(rows.insert(row).second) << "row " << row;
+          }
+        }
+      }
+      EXPECT_EQ(units, bound[0].covered_units);
+    }
+  }
+}
+
+TEST(GroupCoverTest, MemoryThatOverlapsIsFoundWithinEveryRankAndByAll) {
+  const auto table = MakeTable(
+      {Spec("a", DType::kU8, {4, 128}), Spec("b", DType::kU8, {4, 128})});
+  std::vector<std::byte> memory(2000);
+  WeightSet fine("w");
+  WeightSet wrong("w");
+  const auto at = [&](const char* name, std::uint64_t offset) {
+    return Target(name, DType::kU8, {4, 128}, memory.data() + offset);
+  };
+  ASSERT_TRUE(fine.Add(at("a", 0)).ok());
+  ASSERT_TRUE(fine.Add(at("b", 600)).ok());
+  ASSERT_TRUE(wrong.Add(at("a", 300)).ok());
+  ASSERT_TRUE(wrong.Add(at("b", 600)).ok());
+  WeightSet other("w");  // overlaps with rank 0's addresses alone
+  ASSERT_TRUE(other.Add(at("b", 100)).ok());
+  EXPECT_TRUE(BindGroupWeights({{&fine}, {&other}}, 0, table, false).ok());
+  for (const std::uint32_t rank : {0u, 1u}) {
+    const auto bound =
+        BindGroupWeights({{&fine}, {&wrong}}, rank, table, false);
+    EXPECT_THAT(
+        std::string(bound.status().message()),
+        HasSubstr("a of w of rank 1 and b of w of rank 1 overlap in memory"));
+  }
+}
+
 }  // namespace
 }  // namespace kedge
