@@ -160,33 +160,40 @@ absl::Status AnchorWriter::WriteSlices(TensorSource& source,
       batch.Submit([&write, run = &file_runs[i]] { return write(*run); });
     }
   }
-  KEDGE_RETURN_IF_ERROR(batch.Wait());
-  for (std::size_t i = 0; i < table_->size(); ++i) {
-    const std::uint32_t owner = (*table_)[i].tied_to;
-    if (owner != kNotTied) l61_[i] = l61_[owner];
-  }
-  return absl::OkStatus();
+  return batch.Wait();
 }
 
-absl::Status AnchorWriter::Commit(std::uint32_t epoch, const VersionId& version,
-                                  const Metadata& metadata) {
+absl::StatusOr<AnchorPart> AnchorWriter::Seal() {
   KEDGE_RETURN_IF_ERROR(staging_->SealFiles(*pool_));
-  AnchorManifest manifest;
-  manifest.run = run_;
-  manifest.epoch = epoch;
-  manifest.version = version;
-  manifest.table_hash = table_->hash();
-  manifest.digest = table_->StateDigest(l61_);
+  AnchorPart part;
   for (std::size_t f = 0; f < files_.size(); ++f) {
     DataFile file;
     file.id = layout_->files[f].id;
     file.bytes = layout_->files[f].bytes;
     file.piece_hashes = piece_hashes_[f];
     file.hash = HashOfPieces(file.piece_hashes);
-    manifest.files.push_back(std::move(file));
+    part.files.push_back(std::move(file));
   }
-  manifest.l61 = l61_;
-  manifest.slices = layout_->slices;
+  part.slices = layout_->slices;
+  for (const AnchorSlice& slice : part.slices) {
+    part.owned.push_back({slice.tensor, slice.slice});
+  }
+  part.l61 = l61_;
+  return part;
+}
+
+absl::Status AnchorWriter::Commit(std::uint32_t epoch, const VersionId& version,
+                                  const Metadata& metadata,
+                                  const AnchorPart& whole) {
+  AnchorManifest manifest;
+  manifest.run = run_;
+  manifest.epoch = epoch;
+  manifest.version = version;
+  manifest.table_hash = table_->hash();
+  manifest.digest = table_->StateDigest(whole.l61);
+  manifest.files = whole.files;
+  manifest.l61 = whole.l61;
+  manifest.slices = whole.slices;
   manifest.metadata = metadata;
   KEDGE_ASSIGN_OR_RETURN(const std::vector<std::byte> bytes,
                          SerializeAnchorManifest(manifest, *table_));
@@ -198,14 +205,41 @@ absl::Status AnchorWriter::Commit(std::uint32_t epoch, const VersionId& version,
   commit.manifest_hash = HashBytes128(bytes);
   const auto commit_bytes = SerializeCommit(commit);
   commit_bytes_.assign(commit_bytes.begin(), commit_bytes.end());
-  manifest_bytes_ = bytes.size();
+  total_bytes_ = bytes.size() + commit_bytes_.size();
+  for (const DataFile& file : whole.files) total_bytes_ += file.bytes;
   return staging_->WriteCommit(bytes, commit_bytes_);
 }
 
-std::uint64_t AnchorWriter::total_bytes() const {
-  std::uint64_t bytes = manifest_bytes_ + commit_bytes_.size();
-  for (const auto& file : layout_->files) bytes += file.bytes;
-  return bytes;
+absl::StatusOr<AnchorPart> MergeAnchorParts(std::span<const AnchorPart> parts,
+                                            const TensorTable& table) {
+  std::vector<std::vector<OwnedSlice>> owned;
+  for (const AnchorPart& part : parts) owned.push_back(part.owned);
+  KEDGE_RETURN_IF_ERROR(CheckOwnership(owned, table));
+  AnchorPart whole;
+  whole.l61.assign(table.size(), 0);
+  for (const AnchorPart& part : parts) {
+    KEDGE_CHECK(part.l61.size() == table.size());
+    const auto first_file = static_cast<std::uint32_t>(whole.files.size());
+    whole.owned.insert(whole.owned.end(), part.owned.begin(), part.owned.end());
+    whole.files.insert(whole.files.end(), part.files.begin(), part.files.end());
+    for (AnchorSlice slice : part.slices) {
+      slice.file += first_file;
+      whole.slices.push_back(slice);
+    }
+    for (std::size_t i = 0; i < table.size(); ++i) {
+      whole.l61[i] = L61Add(whole.l61[i], part.l61[i]);
+    }
+  }
+  std::sort(whole.slices.begin(), whole.slices.end(),
+            [](const AnchorSlice& a, const AnchorSlice& b) {
+              return a.tensor != b.tensor ? a.tensor < b.tensor
+                                          : a.slice.begin < b.slice.begin;
+            });
+  for (std::size_t i = 0; i < table.size(); ++i) {
+    const std::uint32_t owner = table[i].tied_to;
+    if (owner != kNotTied) whole.l61[i] = whole.l61[owner];
+  }
+  return whole;
 }
 
 }  // namespace kedge

@@ -1,10 +1,12 @@
 #ifndef KEDGE_WRITER_ANCHOR_WRITER_H_
 #define KEDGE_WRITER_ANCHOR_WRITER_H_
 
-// Writes every byte of one version into an anchor's files. See spec/anchor.md.
+// Writes every byte of one version, or this rank's part of it, into an anchor's
+// files. See spec/anchor.md.
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -19,9 +21,23 @@
 
 namespace kedge {
 
-// One anchor being written, in a staging directory of its own: WriteSlices,
-// then Commit, then PublishAs of the staging directory (or of the one it lies
-// in).
+// What one rank has written of an anchor, or what all have.
+struct AnchorPart {
+  std::vector<OwnedSlice> owned;  // what l61 sums up
+  std::vector<DataFile> files;
+  std::vector<AnchorSlice> slices;  // ascending; file is an index into `files`
+  std::vector<std::uint64_t> l61;   // of `owned`, table order; 0 for ties
+};
+
+// The parts of all ranks, by rank, as one: S of every tensor, ties included.
+// kFailedPrecondition (CheckOwnership) names tensor and ranks of gaps and
+// overlaps.
+absl::StatusOr<AnchorPart> MergeAnchorParts(std::span<const AnchorPart> parts,
+                                            const TensorTable& table);
+
+// One anchor being written, in a staging directory of its own that ranks may
+// share: WriteSlices, Seal; then, by the rank that commits, Commit and
+// PublishAs of the staging directory (or of the one it lies in).
 //
 // Thread safety: none; works on `pool`'s threads inside.
 class AnchorWriter {
@@ -37,13 +53,13 @@ class AnchorWriter {
   // gathered into writes of up to kPieceBytes.
   absl::Status WriteSlices(TensorSource& source, const L61Summer& summer);
 
-  // S of every tensor as read by WriteSlices, in table order, ties included.
-  const std::vector<std::uint64_t>& l61() const { return l61_; }
+  // Syncs and closes the files and tells what is in them.
+  absl::StatusOr<AnchorPart> Seal();
 
-  // Seals the files and writes MANIFEST and COMMIT: the directory is complete,
-  // and not yet visible.
+  // Writes MANIFEST and COMMIT over the parts of all ranks: the directory is
+  // complete, and not yet visible.
   absl::Status Commit(std::uint32_t epoch, const VersionId& version,
-                      const Metadata& metadata);
+                      const Metadata& metadata, const AnchorPart& whole);
 
   StagingDirectory& staging() { return *staging_; }
   // For an anchor that is published inside its step: the committed directory.
@@ -52,7 +68,8 @@ class AnchorWriter {
   }
   // The COMMIT bytes; empty before Commit().
   const std::vector<std::byte>& commit_bytes() const { return commit_bytes_; }
-  std::uint64_t total_bytes() const;  // of all files, MANIFEST and COMMIT
+  // Of all ranks' files, MANIFEST and COMMIT; after Commit().
+  std::uint64_t total_bytes() const { return total_bytes_; }
 
  private:
   AnchorWriter() = default;
@@ -67,7 +84,7 @@ class AnchorWriter {
   std::vector<std::vector<std::uint64_t>> piece_hashes_;  // by file
   std::vector<std::uint64_t> l61_;
   std::vector<std::byte> commit_bytes_;
-  std::uint64_t manifest_bytes_ = 0;
+  std::uint64_t total_bytes_ = 0;
 };
 
 }  // namespace kedge

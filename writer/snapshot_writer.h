@@ -21,15 +21,20 @@ struct PublishOptions {
   const Metadata* metadata = nullptr;  // null: as before
 };
 
-// Publishes the weights of one trainer rank.
+// Publishes the weights of one trainer rank, alone or with others: with a
+// WriterOptions::coordinator every call here is made by all ranks, in the same
+// order, each with its own tensors and shards (see StoreWriter).
 //
 // Ownership: borrows the trainer's tensors, which stay at their addresses; owns
-// a snapshot of their bytes (the model's size in host memory).
+// a snapshot of their bytes (the size in host memory of what the rank holds).
 // Thread safety: one thread at a time. The tensors must not change during
 // Publish; they may between calls.
 class SnapshotWriter {
  public:
-  // Creates a store whose v0 is what `tensors` hold now, and opens it.
+  // Creates a store whose v0 is what `tensors` hold now, and opens it. Its
+  // table is the union of all ranks' tensors. Errors: as InitStore;
+  // kFailedPrecondition names tensors that ranks declare differently, and
+  // tensors of which a part is held by nobody or twice, with the ranks.
   static absl::StatusOr<std::unique_ptr<SnapshotWriter>> Create(
       const WriterOptions& options, const InitOptions& init,
       std::vector<TrainerTensor> tensors);
@@ -56,8 +61,9 @@ class SnapshotWriter {
   absl::StatusOr<PublishResult> Publish(std::uint64_t step,
                                         const PublishOptions& options = {});
 
-  // Publishes other tensors (names, shapes, dtypes may differ) as version
-  // `step`: no delta, an anchor. Takes the place of the tensors given before.
+  // Publishes other tensors (names, shapes, dtypes, shards may differ) as
+  // version `step`: no delta, an anchor. Takes the place of the tensors given
+  // before.
   absl::StatusOr<PublishResult> ReplaceTensors(
       std::uint64_t step, std::vector<TrainerTensor> tensors,
       const Metadata& metadata);
@@ -69,9 +75,10 @@ class SnapshotWriter {
  private:
   class SnapshotSource;
 
-  SnapshotWriter(std::unique_ptr<StoreWriter> writer, MemorySource live);
-  absl::Status TakeSnapshot();
+  SnapshotWriter(Coordinator* coordinator, std::unique_ptr<StoreWriter> writer,
+                 MemorySource live, std::unique_ptr<SnapshotSource> snapshot);
 
+  Coordinator* coordinator_;  // null: alone
   std::unique_ptr<StoreWriter> writer_;
   MemorySource live_;
   std::unique_ptr<SnapshotSource> snapshot_;

@@ -5,9 +5,11 @@
 #include <chrono>
 #include <mutex>
 #include <thread>
+#include <tuple>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "kedge/engine/cpu/slice_encoder.h"
 #include "kedge/format/fixed_files.h"
 #include "kedge/format/layout.h"
@@ -15,6 +17,7 @@
 #include "kedge/format/status.h"
 #include "kedge/writer/anchor_writer.h"
 #include "kedge/writer/segment_writer.h"
+#include "kedge/writer/wire.h"
 
 namespace kedge {
 namespace {
@@ -35,11 +38,12 @@ int EncodeThreads(const WriterOptions& options) {
 }
 
 absl::Status CheckOptions(const WriterOptions& options) {
-  if (options.world_size != 1 || options.rank != 0) {
-    return absl::UnimplementedError(absl::StrCat(
-        "WriterOptions: rank ", options.rank, " of ", options.world_size,
-        ": this version publishes from one rank; gather the weights in rank "
-        "0"));
+  const RankGroup group(options.coordinator);
+  if (group.world_size() == 0 || group.world_size() > kMaxRanks ||
+      group.rank() >= group.world_size()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "WriterOptions::coordinator: expected at most ", kMaxRanks,
+        " ranks, found rank ", group.rank(), " of ", group.world_size()));
   }
   if (options.slice_units == 0 || options.slice_units > kMaxSliceUnits) {
     return absl::InvalidArgumentError(
@@ -59,13 +63,24 @@ absl::StatusOr<bool> HoldsCommit(FileSystem& fs, const std::string& directory,
   return std::equal(found->begin(), found->end(), commit.begin(), commit.end());
 }
 
+// The epoch in the COMMIT of a step directory; nothing if it has no sound one.
+std::optional<std::uint32_t> EpochOfStep(FileSystem& fs,
+                                         const std::string& directory) {
+  const std::string path = JoinPath(directory, kCommitFileName);
+  const auto bytes = ReadFile(fs, path, 2 * kCommitBytes);
+  if (!bytes.ok()) return std::nullopt;
+  const auto commit = ParseCommit(path, *bytes);
+  if (!commit.ok()) return std::nullopt;
+  return commit->epoch;
+}
+
 // Writes the tensor table unless it stands there already.
 absl::Status EnsureTable(FileSystem& fs, const std::string& store_path,
                          const TensorTable& table,
                          const std::string& temporary) {
   const std::string path =
       JoinPath(store_path, TensorTableFileName(table.hash()));
-  const absl::Status created =
+  absl::Status created =
       CreateFileAtomically(fs, path, temporary, table.bytes());
   if (!absl::IsAlreadyExists(created)) return created;
   KEDGE_ASSIGN_OR_RETURN(const std::vector<std::byte> found,
@@ -88,68 +103,235 @@ struct Place {
   std::string target;   // step_N
   RunId run;
   std::uint32_t epoch = 0;
+  std::uint64_t step = 0;
 };
 
-// Makes a root step with its anchor inside (`layout` null: none), ready to be
-// committed under `manifest`, whose l61 and digest it fills.
-absl::StatusOr<std::unique_ptr<StagingDirectory>> StageRoot(
-    const Place& place, const TensorTable& table, const AnchorLayout* layout,
-    TensorSource& source, const L61Summer& summer, StepManifest* manifest,
-    std::vector<std::byte>* manifest_bytes, std::uint64_t* anchor_bytes) {
-  KEDGE_ASSIGN_OR_RETURN(auto staging,
-                         StagingDirectory::Create(place.fs, place.staging));
-  std::unique_ptr<AnchorWriter> anchor;
-  AnchorLayout empty;
-  if (layout != nullptr) {
-    KEDGE_ASSIGN_OR_RETURN(
-        anchor, AnchorWriter::Create(
-                    place.fs, JoinPath(place.staging, kAnchorDirectoryName),
-                    place.pool, place.run, manifest->step, &table, layout));
-    const absl::Status written = anchor->WriteSlices(source, summer);
-    if (!written.ok()) return written;
-    manifest->l61 = anchor->l61();
-  } else {
-    manifest->l61.assign(table.size(), 0);
-    std::mutex mutex;
-    IoPool::Batch batch(place.pool);
-    batch.set_max_in_flight(2 * place.pool->thread_count());
-    for (const TensorSlice& slice : SplitTable(table, kPieceBytes / 4)) {
-      batch.Submit([&, slice]() -> absl::Status {
-        const std::uint32_t unit_bytes = UnitBytes(table[slice.tensor].dtype);
-        std::vector<std::byte> scratch;
-        KEDGE_ASSIGN_OR_RETURN(
-            const auto bytes,
-            source.Read(slice.tensor, slice.units.begin * unit_bytes,
-                        slice.units.count() * unit_bytes, &scratch));
-        const std::uint64_t sum =
-            summer.Sum(slice.units.begin * unit_bytes, bytes);
-        const std::lock_guard<std::mutex> lock(mutex);
-        auto& total = manifest->l61[slice.tensor];
-        total = L61Add(total, sum);
-        return absl::OkStatus();
-      });
-    }
-    KEDGE_RETURN_IF_ERROR(batch.Wait());
-    for (std::size_t i = 0; i < table.size(); ++i) {
-      if (table[i].tied_to != kNotTied) {
-        manifest->l61[i] = manifest->l61[table[i].tied_to];
-      }
-    }
+// A rank's part of a root step: its anchor inside the step's staging directory,
+// or sums alone.
+struct StagedRoot {
+  std::unique_ptr<StagingDirectory> staging;
+  std::unique_ptr<AnchorWriter> anchor;  // null: sums alone
+  AnchorPart part;
+};
+
+// S of what `source` holds.
+absl::Status SumSource(IoPool* pool, const TensorTable& table,
+                       TensorSource& source, const L61Summer& summer,
+                       AnchorPart* part) {
+  part->owned = OwnedOf(table, source);
+  part->l61.assign(table.size(), 0);
+  std::mutex mutex;
+  IoPool::Batch batch(pool);
+  batch.set_max_in_flight(2 * pool->thread_count());
+  for (const TensorSlice& slice :
+       SplitOwned(table, part->owned, kPieceBytes / 4)) {
+    batch.Submit([&, slice]() -> absl::Status {
+      const std::uint32_t unit_bytes = UnitBytes(table[slice.tensor].dtype);
+      std::vector<std::byte> scratch;
+      KEDGE_ASSIGN_OR_RETURN(
+          const auto bytes,
+          source.Read(slice.tensor, slice.units.begin * unit_bytes,
+                      slice.units.count() * unit_bytes, &scratch));
+      const std::uint64_t sum =
+          summer.Sum(slice.units.begin * unit_bytes, bytes);
+      const std::lock_guard<std::mutex> lock(mutex);
+      auto& total = part->l61[slice.tensor];
+      total = L61Add(total, sum);
+      return absl::OkStatus();
+    });
   }
+  return batch.Wait();
+}
+
+// Writes and seals this rank's part of a root step (`layout` null: sums alone).
+absl::Status StageRoot(const Place& place, const TensorTable& table,
+                       const AnchorLayout* layout, TensorSource& source,
+                       const L61Summer& summer, StagedRoot* root) {
+  KEDGE_ASSIGN_OR_RETURN(root->staging,
+                         StagingDirectory::Create(place.fs, place.staging));
+  if (layout == nullptr) {
+    return SumSource(place.pool, table, source, summer, &root->part);
+  }
+  KEDGE_ASSIGN_OR_RETURN(
+      root->anchor, AnchorWriter::Create(
+                        place.fs, JoinPath(place.staging, kAnchorDirectoryName),
+                        place.pool, place.run, place.step, &table, layout));
+  KEDGE_RETURN_IF_ERROR(root->anchor->WriteSlices(source, summer));
+  KEDGE_ASSIGN_OR_RETURN(root->part, root->anchor->Seal());
+  return absl::OkStatus();
+}
+
+// The rank that commits: makes the staging directory complete but for the
+// step's own MANIFEST and COMMIT. Fills kind, table, l61 and digest of
+// `manifest`.
+absl::Status FinishRoot(const Place& place, const TensorTable& table,
+                        const AnchorPart& whole, StagedRoot* root,
+                        StepManifest* manifest,
+                        std::vector<std::byte>* manifest_bytes,
+                        std::uint64_t* anchor_bytes) {
   manifest->kind = StepKind::kRoot;
+  manifest->l61 = whole.l61;
   manifest->table_hash = table.hash();
   manifest->digest_after = table.StateDigest(manifest->l61);
   manifest->metadata_changed = true;
   KEDGE_ASSIGN_OR_RETURN(*manifest_bytes,
                          SerializeStepManifest(*manifest, table));
-  if (anchor != nullptr) {
+  if (root->anchor != nullptr) {
     const VersionId version{manifest->step, HashBytes128(*manifest_bytes)};
     KEDGE_RETURN_IF_ERROR(
-        anchor->Commit(place.epoch, version, manifest->metadata));
-    *anchor_bytes = anchor->total_bytes();
-    staging->Adopt(anchor->TakeStaging());
+        root->anchor->Commit(place.epoch, version, manifest->metadata, whole));
+    *anchor_bytes = root->anchor->total_bytes();
+    root->staging->Adopt(root->anchor->TakeStaging());
   }
-  return staging;
+  return root->staging->SealFiles(*place.pool);
+}
+
+// Whether the files of other ranks are where this one looks, in full: ranks
+// that do not see one file system fail here, and not in every reader.
+absl::Status CheckOthersFiles(FileSystem& fs, const std::string& directory,
+                              std::span<const DataFile> files,
+                              std::uint32_t own_rank) {
+  for (const DataFile& file : files) {
+    if (file.id.rank == own_rank) continue;
+    const std::string path = JoinPath(directory, DataFileName(file.id));
+    const auto info = fs.Stat(path);
+    if (info.ok() && info->type == FileType::kRegular &&
+        info->bytes == file.bytes) {
+      continue;
+    }
+    if (!info.ok() && !absl::IsNotFound(info.status())) return info.status();
+    return absl::FailedPreconditionError(
+        absl::StrCat(path, ": rank ", file.id.rank, " wrote ", file.bytes,
+                     " bytes, rank ", own_rank, " finds ",
+                     info.ok() ? absl::StrCat(info->bytes) : "no such file",
+                     "; all ranks must see the store on one file system"));
+  }
+  return absl::OkStatus();
+}
+
+// The names that this rank made are on the disk before rank 0 renames them.
+absl::Status SyncShared(FileSystem& fs, const RankGroup& group,
+                        const std::string& directory) {
+  return group.leads() ? absl::OkStatus() : fs.SyncDirectory(directory);
+}
+
+// What all ranks sent, read by `parse(where, bytes)`.
+template <class T, class Parse>
+absl::StatusOr<std::vector<T>> ParseAll(
+    std::span<const std::vector<std::byte>> pieces, const Parse& parse) {
+  std::vector<T> parts;
+  const auto world_size = static_cast<std::uint32_t>(pieces.size());
+  for (std::uint32_t rank = 0; rank < world_size; ++rank) {
+    KEDGE_ASSIGN_OR_RETURN(T part,
+                           parse(RankName(rank, world_size), pieces[rank]));
+    parts.push_back(std::move(part));
+  }
+  return parts;
+}
+
+// No rank may name another's files: that would commit unwritten ones.
+absl::Status CheckFileRanks(std::span<const AnchorPart> parts) {
+  for (std::uint32_t rank = 0; rank < parts.size(); ++rank) {
+    for (const DataFile& file : parts[rank].files) {
+      if (file.id.rank == rank && file.id.kind == FileKind::kAnchor) continue;
+      return absl::FailedPreconditionError(
+          absl::StrCat("rank ", rank, ": names the file ",
+                       DataFileName(file.id), ", which is not its own"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+// What a rank says in a round: why it failed, or what `serialize` makes.
+template <class Serialize>
+RankGroup::Piece PieceOf(const absl::Status& status,
+                         const Serialize& serialize) {
+  if (!status.ok()) return status;
+  return serialize();
+}
+
+bool SameSlices(std::span<const OwnedSlice> a, std::span<const OwnedSlice> b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                    [](const OwnedSlice& x, const OwnedSlice& y) {
+                      return x.tensor == y.tensor &&
+                             x.slice.begin == y.slice.begin &&
+                             x.slice.end == y.slice.end;
+                    });
+}
+
+// What is in both, which are ascending.
+std::vector<OwnedSlice> Intersect(std::span<const OwnedSlice> a,
+                                  std::span<const OwnedSlice> b) {
+  std::vector<OwnedSlice> both;
+  for (std::size_t i = 0, j = 0; i < a.size() && j < b.size();) {
+    if (a[i].tensor != b[j].tensor) {
+      ++(a[i].tensor < b[j].tensor ? i : j);
+      continue;
+    }
+    const UnitRange range{std::max(a[i].slice.begin, b[j].slice.begin),
+                          std::min(a[i].slice.end, b[j].slice.end)};
+    if (range.begin < range.end) both.push_back({a[i].tensor, range});
+    ++(a[i].slice.end < b[j].slice.end ? i : j);
+  }
+  return both;
+}
+
+PublishResult ResultOf(const StepOutcome& outcome) {
+  PublishResult result;
+  result.version = outcome.version;
+  result.nnz = outcome.nnz;
+  result.records = outcome.records;
+  result.bytes = outcome.bytes;
+  result.manifest_bytes = outcome.manifest_bytes;
+  result.anchor_bytes = outcome.anchor_bytes;
+  result.warnings = outcome.warnings;
+  return result;
+}
+
+// Ranks that hold a part of `tensor`: " (ranks 0, 2)"; empty for one rank.
+std::string HoldersText(std::span<const std::vector<OwnedSlice>> by_rank,
+                        std::uint32_t tensor) {
+  if (by_rank.size() == 1) return "";
+  std::vector<std::uint32_t> ranks;
+  for (std::uint32_t rank = 0; rank < by_rank.size(); ++rank) {
+    const auto& owned = by_rank[rank];
+    if (std::any_of(owned.begin(), owned.end(), [&](const OwnedSlice& slice) {
+          return slice.tensor == tensor;
+        })) {
+      ranks.push_back(rank);
+    }
+  }
+  return absl::StrCat(" (held by rank", ranks.size() == 1 ? " " : "s ",
+                      absl::StrJoin(ranks, ", "), ")");
+}
+
+// Whether the ranks together hold the version `state`.
+absl::Status CheckHeld(const std::string& store_path, const VersionState& state,
+                       std::span<const StoreWriter::HeldPart> parts) {
+  const TensorTable& table = *state.table;
+  std::vector<std::vector<OwnedSlice>> owned;
+  for (const auto& part : parts) owned.push_back(part.owned);
+  KEDGE_RETURN_IF_ERROR(CheckOwnership(owned, table));
+  std::vector<std::string> different;
+  std::size_t different_count = 0;
+  for (std::uint32_t i = 0; i < table.size(); ++i) {
+    if (table[i].tied_to != kNotTied) continue;
+    std::uint64_t sum = 0;
+    for (const auto& part : parts) sum = L61Add(sum, part.l61[i]);
+    if (sum == state.l61[i]) continue;
+    if (++different_count <= 4) {
+      different.push_back(absl::StrCat(table[i].name, HoldersText(owned, i),
+                                       ": L61: expected ", Hex64(state.l61[i]),
+                                       ", found ", Hex64(sum)));
+    }
+  }
+  if (different_count == 0) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat(
+      "the trainer's weights are not ", ToString(state.id), " of ", store_path,
+      " in ", different_count, " of ", table.size(),
+      " tensors: ", absl::StrJoin(different, "; "),
+      "; restore the trainer's checkpoint of that step, resume at the step "
+      "that it holds, or replace the tensors"));
 }
 
 std::vector<std::byte> CommitBytes(const StepManifest& manifest,
@@ -164,15 +346,19 @@ std::vector<std::byte> CommitBytes(const StepManifest& manifest,
   return {bytes.begin(), bytes.end()};
 }
 
-}  // namespace
-
-absl::Status InitStore(const WriterOptions& options, const InitOptions& init,
-                       const TensorTable& table, TensorSource& source) {
-  KEDGE_RETURN_IF_ERROR(CheckOptions(options));
-  FileSystem& fs = *FileSystemOf(options);
-  const std::string& path = options.store_path;
+// What rank 0 does before anybody writes into a new store.
+absl::StatusOr<StoreInfo> BeginStore(FileSystem& fs, const std::string& path,
+                                     const InitOptions& init,
+                                     const TensorTable& table,
+                                     bool ranks_may_be_there) {
   KEDGE_RETURN_IF_ERROR(EnsureDirectory(fs, path));
-  KEDGE_ASSIGN_OR_RETURN(const std::vector<std::string> present, fs.List(path));
+  KEDGE_ASSIGN_OR_RETURN(std::vector<std::string> present, fs.List(path));
+  if (ranks_may_be_there) {
+    // That is where they have met.
+    present.erase(
+        std::remove(present.begin(), present.end(), kRanksDirectoryName),
+        present.end());
+  }
   if (!present.empty()) {
     return absl::AlreadyExistsError(absl::StrCat(
         path, ": expected an empty or missing directory, found ",
@@ -189,6 +375,7 @@ absl::Status InitStore(const WriterOptions& options, const InitOptions& init,
   StoreInfo info;
   info.run = init.run ? *init.run : RandomRunId();
   info.l61_seed = init.l61_seed ? *init.l61_seed : RandomSeed();
+  info.external_v0 = init.external_v0;
   info.v0_table_hash = table.hash();
   info.created_unix_seconds =
       init.created_unix_seconds != 0
@@ -197,40 +384,34 @@ absl::Status InitStore(const WriterOptions& options, const InitOptions& init,
                 std::chrono::duration_cast<std::chrono::seconds>(
                     std::chrono::system_clock::now().time_since_epoch())
                     .count());
-  const std::string staging_root = JoinPath(path, kStagingDirectoryName);
-  KEDGE_RETURN_IF_ERROR(
-      EnsureTable(fs, path, table, JoinPath(staging_root, "table.0.0")));
+  KEDGE_RETURN_IF_ERROR(EnsureTable(
+      fs, path, table,
+      JoinPath(JoinPath(path, kStagingDirectoryName), "table.0.0")));
+  return info;
+}
 
-  IoPool pool(options.io_threads);
-  const L61Summer summer(L61Key::FromSeed(info.l61_seed));
-  Place place;
-  place.fs = &fs;
-  place.pool = &pool;
-  place.staging =
-      JoinPath(staging_root, StagingName(0, FileKind::kSegment, 0, 0));
-  place.target = JoinPath(path, StepDirectoryName(0));
-  place.run = info.run;
+// What rank 0 does when all parts of v0 are written.
+absl::Status CommitStore(FileSystem& fs, const std::string& path,
+                         const Place& place, const InitOptions& init,
+                         StoreInfo info, const TensorTable& table,
+                         std::span<const AnchorPart> parts, StagedRoot* root) {
+  KEDGE_ASSIGN_OR_RETURN(const AnchorPart whole,
+                         MergeAnchorParts(parts, table));
+  KEDGE_RETURN_IF_ERROR(CheckOthersFiles(
+      fs, JoinPath(place.staging, kAnchorDirectoryName), whole.files, 0));
   StepManifest manifest;
   manifest.run = info.run;
   manifest.metadata = init.metadata;
-  std::optional<AnchorLayout> layout;
-  if (!init.external_v0) {
-    AnchorLayoutOptions layout_options;
-    layout_options.anchor_file_bytes = options.anchor_file_bytes;
-    KEDGE_ASSIGN_OR_RETURN(layout, PlanAnchor(table, layout_options));
-  }
   std::vector<std::byte> manifest_bytes;
   std::uint64_t anchor_bytes = 0;
-  KEDGE_ASSIGN_OR_RETURN(
-      auto staging,
-      StageRoot(place, table, layout ? &*layout : nullptr, source, summer,
-                &manifest, &manifest_bytes, &anchor_bytes));
+  KEDGE_RETURN_IF_ERROR(FinishRoot(place, table, whole, root, &manifest,
+                                   &manifest_bytes, &anchor_bytes));
   const std::vector<std::byte> commit = CommitBytes(manifest, manifest_bytes);
-  KEDGE_RETURN_IF_ERROR(staging->SealFiles(pool));
-  KEDGE_RETURN_IF_ERROR(staging->WriteCommit(manifest_bytes, commit));
-  KEDGE_RETURN_IF_ERROR(staging->PublishAs(
+  KEDGE_RETURN_IF_ERROR(root->staging->WriteCommit(manifest_bytes, commit));
+  KEDGE_RETURN_IF_ERROR(root->staging->PublishAs(
       place.target, [&] { return HoldsCommit(fs, place.target, commit); }));
 
+  const std::string staging_root = JoinPath(path, kStagingDirectoryName);
   Head head;
   head.run = info.run;
   head.manifest_hash = HashBytes128(manifest_bytes);
@@ -242,11 +423,102 @@ absl::Status InitStore(const WriterOptions& options, const InitOptions& init,
                      JoinPath(staging_root, "STORE.0.0"), SerializeStore(info));
 }
 
+}  // namespace
+
+absl::Status InitStore(const WriterOptions& options, const InitOptions& init,
+                       const TensorTable& table, TensorSource& source) {
+  KEDGE_RETURN_IF_ERROR(CheckOptions(options));
+  const RankGroup group(options.coordinator);
+  FileSystem& fs = *FileSystemOf(options);
+  const std::string& path = options.store_path;
+  SharedStagingFileSystem shared(&fs, group.leads());
+
+  // Rank 0 prepares the directory; all learn run and seed.
+  StoreInfo info;
+  if (group.alone()) {
+    KEDGE_ASSIGN_OR_RETURN(info, BeginStore(fs, path, init, table, false));
+  } else {
+    AnchorPart plan;
+    plan.owned = OwnedOf(table, source);
+    const Verdict verdict = group.Agree(
+        "the new store", SerializeAnchorPart(plan, table),
+        [&](std::span<const std::vector<std::byte>> pieces) -> Verdict {
+          auto parts = ParseAll<AnchorPart>(
+              pieces, [&](absl::string_view where, const auto& bytes) {
+                return ParseAnchorPart(where, bytes, table);
+              });
+          if (!parts.ok()) return {parts.status(), {}};
+          std::vector<std::vector<OwnedSlice>> owned;
+          for (const AnchorPart& part : *parts) owned.push_back(part.owned);
+          const absl::Status covered = CheckOwnership(owned, table);
+          if (!covered.ok()) return {covered, {}};
+          const auto begun = BeginStore(fs, path, init, table, true);
+          if (!begun.ok()) return {begun.status(), {}};
+          const auto bytes = SerializeStore(*begun);
+          return {absl::OkStatus(), {bytes.begin(), bytes.end()}};
+        });
+    KEDGE_RETURN_IF_ERROR(verdict.status);
+    KEDGE_ASSIGN_OR_RETURN(info, ParseStore("rank 0", verdict.payload));
+  }
+
+  IoPool pool(options.io_threads);
+  const L61Summer summer(L61Key::FromSeed(info.l61_seed));
+  Place place;
+  place.fs = group.alone() ? &fs : &shared;
+  place.pool = &pool;
+  place.staging = JoinPath(JoinPath(path, kStagingDirectoryName),
+                           StagingName(0, FileKind::kSegment, 0, 0));
+  place.target = JoinPath(path, StepDirectoryName(0));
+  place.run = info.run;
+  StagedRoot root;
+  AnchorLayout layout;
+  const absl::Status staged = [&]() -> absl::Status {
+    if (!init.external_v0) {
+      AnchorLayoutOptions layout_options;
+      layout_options.anchor_file_bytes = options.anchor_file_bytes;
+      layout_options.rank = group.rank();
+      KEDGE_ASSIGN_OR_RETURN(
+          layout, PlanAnchor(table, layout_options, OwnedOf(table, source)));
+    }
+    KEDGE_RETURN_IF_ERROR(StageRoot(place, table,
+                                    init.external_v0 ? nullptr : &layout,
+                                    source, summer, &root));
+    if (init.external_v0) return absl::OkStatus();
+    return SyncShared(fs, group, JoinPath(place.staging, kAnchorDirectoryName));
+  }();
+  if (group.alone()) {
+    KEDGE_RETURN_IF_ERROR(staged);
+    return CommitStore(fs, path, place, init, info, table,
+                       std::span(&root.part, 1), &root);
+  }
+  const RankGroup::Piece mine =
+      PieceOf(staged, [&] { return SerializeAnchorPart(root.part, table); });
+  return group
+      .Agree("v0", mine,
+             [&](std::span<const std::vector<std::byte>> pieces) -> Verdict {
+               auto parts = ParseAll<AnchorPart>(
+                   pieces, [&](absl::string_view where, const auto& bytes) {
+                     return ParseAnchorPart(where, bytes, table);
+                   });
+               if (!parts.ok()) return {parts.status(), {}};
+               absl::Status status = CheckFileRanks(*parts);
+               if (status.ok()) {
+                 status = CommitStore(fs, path, place, init, info, table,
+                                      *parts, &root);
+               }
+               return {status, {}};
+             })
+      .status;
+}
+
 StoreWriter::StoreWriter(const WriterOptions& options,
                          std::unique_ptr<Store> store, VersionState state,
                          std::uint32_t epoch)
     : options_(options),
+      group_(options.coordinator),
       store_(std::move(store)),
+      shared_fs_(store_->fs(), group_.leads()),
+      staging_fs_(group_.alone() ? store_->fs() : &shared_fs_),
       state_(std::move(state)),
       epoch_(epoch),
       summer_(L61Key::FromSeed(store_->info().l61_seed)),
@@ -256,56 +528,189 @@ StoreWriter::StoreWriter(const WriterOptions& options,
 StoreWriter::~StoreWriter() = default;
 
 absl::StatusOr<std::unique_ptr<StoreWriter>> StoreWriter::Open(
-    const WriterOptions& options, std::optional<std::uint64_t> resume_step) {
+    const WriterOptions& options, std::optional<std::uint64_t> resume_step,
+    const SumHeld& sum_held) {
   KEDGE_RETURN_IF_ERROR(CheckOptions(options));
+  const RankGroup group(options.coordinator);
   FileSystem& fs = *FileSystemOf(options);
-  KEDGE_ASSIGN_OR_RETURN(std::unique_ptr<Store> store,
-                         Store::Open(&fs, options.store_path));
-  std::shared_ptr<const PublishedStep> held;
-  if (resume_step) {
-    KEDGE_ASSIGN_OR_RETURN(held, store->ReadStep(*resume_step));
-  } else {
-    KEDGE_ASSIGN_OR_RETURN(held, store->Newest());
-  }
-  KEDGE_ASSIGN_OR_RETURN(VersionState state, store->StateAt(held));
+  std::unique_ptr<Store> store;
+  VersionState state;
+  const auto choose = [&]() -> absl::Status {
+    KEDGE_ASSIGN_OR_RETURN(store, Store::Open(&fs, options.store_path));
+    std::shared_ptr<const PublishedStep> held;
+    if (resume_step) {
+      KEDGE_ASSIGN_OR_RETURN(held, store->ReadStep(*resume_step));
+    } else {
+      KEDGE_ASSIGN_OR_RETURN(held, store->Newest());
+    }
+    KEDGE_ASSIGN_OR_RETURN(state, store->StateAt(held));
+    return absl::OkStatus();
+  };
+  const auto sum = [&]() -> absl::StatusOr<HeldPart> {
+    if (!sum_held) return HeldPart();
+    return sum_held(state, L61Summer(L61Key::FromSeed(store->info().l61_seed)));
+  };
+  // The parts of all ranks; then the store is taken over.
+  const auto take_over =
+      [&](std::span<const HeldPart> parts) -> absl::StatusOr<std::uint32_t> {
+    if (sum_held) {
+      KEDGE_RETURN_IF_ERROR(CheckHeld(options.store_path, state, parts));
+      // Summing takes a while, in which another writer may have been here.
+      KEDGE_ASSIGN_OR_RETURN(const auto again, store->ReadStep(state.id.step));
+      if (again->id != state.id) {
+        return absl::UnavailableError(absl::StrCat(
+            options.store_path, ": ", ToString(state.id), " became ",
+            ToString(again->id), " while it was opened; open again"));
+      }
+    }
+    return TakeOver(*store, state.id, /*newest=*/!resume_step);
+  };
 
+  std::uint32_t epoch = 0;
+  if (group.alone()) {
+    KEDGE_RETURN_IF_ERROR(choose());
+    KEDGE_ASSIGN_OR_RETURN(const HeldPart part, sum());
+    KEDGE_ASSIGN_OR_RETURN(epoch, take_over(std::span(&part, 1)));
+    return std::unique_ptr<StoreWriter>(
+        new StoreWriter(options, std::move(store), std::move(state), epoch));
+  }
+
+  WireWriter asked;
+  asked.U32(resume_step ? 1 : 0);
+  asked.U64(resume_step.value_or(0));
+  asked.U32(sum_held ? 1 : 0);
+  const std::vector<std::byte> question = asked.Take();
+  const Verdict chosen = group.Agree(
+      "opening the store", question,
+      [&](std::span<const std::vector<std::byte>> pieces) -> Verdict {
+        for (std::size_t rank = 1; rank < pieces.size(); ++rank) {
+          if (pieces[rank] == question) continue;
+          return {absl::FailedPreconditionError(absl::StrCat(
+                      RankName(static_cast<std::uint32_t>(rank),
+                               group.world_size()),
+                      ": opens the store at another resume step than rank 0")),
+                  {}};
+        }
+        const absl::Status status = choose();
+        if (!status.ok()) return {status, {}};
+        return {status, SerializeSharedState({store->info().run, state})};
+      });
+  KEDGE_RETURN_IF_ERROR(chosen.status);
+  // From here on a failure of this rank is told in the next round.
+  HeldPart part;
+  const absl::Status summed = [&]() -> absl::Status {
+    if (!group.leads()) {
+      KEDGE_ASSIGN_OR_RETURN(SharedState shared,
+                             ParseSharedState("rank 0", chosen.payload));
+      KEDGE_ASSIGN_OR_RETURN(store, Store::Open(&fs, options.store_path));
+      if (store->info().run != shared.run) {
+        return absl::FailedPreconditionError(absl::StrCat(
+            options.store_path, ": run id: expected ", ToHex(shared.run),
+            " as at rank 0, found ", ToHex(store->info().run),
+            "; all ranks must see the store on one file system"));
+      }
+      state = std::move(shared.state);
+    }
+    KEDGE_ASSIGN_OR_RETURN(part, sum());
+    return absl::OkStatus();
+  }();
+  const RankGroup::Piece mine = PieceOf(summed, [&] {
+    AnchorPart sums;
+    sums.owned = part.owned;
+    sums.l61 = part.l61;
+    return SerializeAnchorPart(sums, *state.table);
+  });
+  const Verdict taken = group.Agree(
+      absl::StrCat("weights of ", ToString(state.id)), mine,
+      [&](std::span<const std::vector<std::byte>> pieces) -> Verdict {
+        auto sums = ParseAll<AnchorPart>(
+            pieces, [&](absl::string_view where, const auto& bytes) {
+              return ParseAnchorPart(where, bytes, *state.table);
+            });
+        if (!sums.ok()) return {sums.status(), {}};
+        std::vector<HeldPart> parts;
+        for (AnchorPart& one : *sums) {
+          parts.push_back({std::move(one.owned), std::move(one.l61)});
+        }
+        const auto made = take_over(parts);
+        if (!made.ok()) return {made.status(), {}};
+        WireWriter out;
+        out.U32(*made);
+        return {absl::OkStatus(), out.Take()};
+      });
+  KEDGE_RETURN_IF_ERROR(taken.status);
+  WireReader in(taken.payload);
+  epoch = in.U32();
+  KEDGE_RETURN_IF_ERROR(in.Finish("rank 0"));
+  return std::unique_ptr<StoreWriter>(
+      new StoreWriter(options, std::move(store), std::move(state), epoch));
+}
+
+absl::StatusOr<std::uint32_t> StoreWriter::TakeOver(const Store& store,
+                                                    const VersionId& held,
+                                                    bool newest) {
+  FileSystem& fs = *store.fs();
+  const auto published_meanwhile = [&](std::uint64_t step) {
+    return absl::UnavailableError(absl::StrCat(
+        store.path(), ": v", step,
+        " was published while the store was opened at ", ToString(held),
+        "; nothing was changed; see that one trainer alone publishes here, "
+        "then "
+        "open again"));
+  };
+  if (newest) {
+    KEDGE_ASSIGN_OR_RETURN(const auto now, store.Newest());
+    if (now->id != held) return published_meanwhile(now->id.step);
+  }
   // A new epoch, created exclusively. From here on older writers are fenced.
   for (const char* directory :
        {kEpochsDirectoryName, kStagingDirectoryName, kTrashDirectoryName}) {
-    KEDGE_RETURN_IF_ERROR(EnsureDirectory(fs, store->PathOf(directory)));
+    KEDGE_RETURN_IF_ERROR(EnsureDirectory(fs, store.PathOf(directory)));
   }
   KEDGE_ASSIGN_OR_RETURN(const std::vector<EpochInfo> epochs,
-                         store->ReadEpochs());
+                         store.ReadEpochs());
   EpochInfo epoch;
-  epoch.run = store->info().run;
-  epoch.resume_step = held->id.step;
-  epoch.resume_manifest_hash = held->id.manifest_hash;
+  epoch.run = store.info().run;
+  epoch.resume_step = held.step;
+  epoch.resume_manifest_hash = held.manifest_hash;
   epoch.epoch = epochs.empty() ? 1 : epochs.back().epoch + 1;
-  const std::string staging_root = store->PathOf(kStagingDirectoryName);
+  const std::string staging_root = store.PathOf(kStagingDirectoryName);
   const absl::Status created = CreateFileAtomically(
       fs,
-      JoinPath(store->PathOf(kEpochsDirectoryName), EpochFileName(epoch.epoch)),
+      JoinPath(store.PathOf(kEpochsDirectoryName), EpochFileName(epoch.epoch)),
       JoinPath(staging_root,
                absl::StrCat("epoch.", epoch.epoch, ".", RandomSeed())),
       SerializeEpoch(epoch));
   if (absl::IsAlreadyExists(created)) {
     return absl::FailedPreconditionError(absl::StrCat(
-        options.store_path, ": fenced by epoch ", epoch.epoch,
+        store.path(), ": fenced by epoch ", epoch.epoch,
         ": another writer opened this store at the same moment; make sure that "
         "one trainer alone publishes here, then open again"));
   }
   KEDGE_RETURN_IF_ERROR(created);
 
-  auto writer = std::unique_ptr<StoreWriter>(new StoreWriter(
-      options, std::move(store), std::move(state), epoch.epoch));
-  // Whatever lies above the resume step belongs to a past that is given up.
   KEDGE_ASSIGN_OR_RETURN(const std::vector<std::uint64_t> steps,
-                         writer->store_->ListSteps());
+                         store.ListSteps());
+  if (newest) {
+    // Between the look above and the epoch another writer may have published: a
+    // step that nobody asked to give up. Then the epoch goes again, unused.
+    for (const std::uint64_t step : steps) {
+      if (step <= held.step) continue;
+      if (EpochOfStep(fs, store.StepPath(step)) !=
+          Store::ValidEpoch(epochs, step)) {
+        continue;
+      }
+      KEDGE_RETURN_IF_ERROR(fs.RemoveFile(JoinPath(
+          store.PathOf(kEpochsDirectoryName), EpochFileName(epoch.epoch))));
+      return published_meanwhile(step);
+    }
+  }
+  // Whatever lies above the resume step belongs to a past that is given up.
   for (const std::uint64_t step : steps) {
-    if (step <= held->id.step) continue;
-    const std::string from = writer->store_->StepPath(step);
+    if (step <= held.step) continue;
+    const std::string from = store.StepPath(step);
     const std::string to =
-        JoinPath(writer->store_->PathOf(kTrashDirectoryName),
+        JoinPath(store.PathOf(kTrashDirectoryName),
                  absl::StrCat(StepDirectoryName(step), ".", epoch.epoch));
     if (const absl::Status moved = fs.Rename(from, to);
         !moved.ok() && !absl::IsNotFound(fs.Stat(from).status())) {
@@ -313,7 +718,7 @@ absl::StatusOr<std::unique_ptr<StoreWriter>> StoreWriter::Open(
           moved, absl::StrCat("moving the superseded ", from, " to .trash"));
     }
   }
-  KEDGE_RETURN_IF_ERROR(fs.SyncDirectory(writer->store_->path()));
+  KEDGE_RETURN_IF_ERROR(fs.SyncDirectory(store.path()));
   KEDGE_ASSIGN_OR_RETURN(const std::vector<std::string> staged,
                          fs.List(staging_root));
   for (const std::string& name : staged) {
@@ -325,17 +730,28 @@ absl::StatusOr<std::unique_ptr<StoreWriter>> StoreWriter::Open(
   }
   Head head;
   head.run = epoch.run;
-  head.step = held->id.step;
+  head.step = held.step;
   head.epoch = epoch.epoch;
-  head.manifest_hash = held->id.manifest_hash;
+  head.manifest_hash = held.manifest_hash;
   KEDGE_RETURN_IF_ERROR(
-      ReplaceFile(fs, writer->store_->PathOf(kHeadFileName),
+      ReplaceFile(fs, store.PathOf(kHeadFileName),
                   JoinPath(staging_root, absl::StrCat("HEAD.", epoch.epoch)),
                   SerializeHead(head)));
-  return writer;
+  return epoch.epoch;
+}
+
+absl::Status StoreWriter::CheckUsable() const {
+  if (!outcome_unknown_) return absl::OkStatus();
+  return absl::UnavailableError(absl::StrCat(
+      store_->path(),
+      ": the outcome of an earlier publish is unknown; open a new writer, "
+      "which looks at what is there and goes on from it"));
 }
 
 absl::Status StoreWriter::CheckNotFenced(std::uint64_t step) const {
+  // Rank 0 commits, and what it sees counts: another host may see an epoch a
+  // little later.
+  if (!group_.leads()) return absl::OkStatus();
   KEDGE_ASSIGN_OR_RETURN(const std::vector<EpochInfo> epochs,
                          store_->ReadEpochs());
   const std::uint32_t valid = Store::ValidEpoch(epochs, step);
@@ -347,13 +763,14 @@ absl::Status StoreWriter::CheckNotFenced(std::uint64_t step) const {
       "again to take over"));
 }
 
+absl::Status StoreWriter::FencedOr(absl::Status status,
+                                   std::uint64_t step) const {
+  if (status.ok() || outcome_unknown_) return status;
+  absl::Status fenced = CheckNotFenced(step);
+  return absl::IsFailedPrecondition(fenced) ? fenced : status;
+}
+
 absl::Status StoreWriter::CheckMayPublish(std::uint64_t step) const {
-  if (outcome_unknown_) {
-    return absl::UnavailableError(absl::StrCat(
-        store_->path(),
-        ": the outcome of an earlier publish is unknown; open a new writer, "
-        "which looks at what is there and goes on from it"));
-  }
   if (step <= state_.id.step || step > kMaxStep) {
     return absl::InvalidArgumentError(absl::StrCat(
         store_->path(), ": step: expected ", state_.id.step + 1, " to ",
@@ -364,15 +781,29 @@ absl::Status StoreWriter::CheckMayPublish(std::uint64_t step) const {
   return CheckNotFenced(step);
 }
 
-std::string StoreWriter::NewStagingPath(std::uint64_t step, FileKind kind) {
+std::string StoreWriter::StagingPath(std::uint64_t step, FileKind kind,
+                                     std::uint64_t attempt) const {
   return JoinPath(store_->PathOf(kStagingDirectoryName),
-                  StagingName(step, kind, epoch_, attempt_++));
+                  StagingName(step, kind, epoch_, attempt));
+}
+
+absl::Status StoreWriter::Take(const Verdict& verdict) {
+  outcome_unknown_ = outcome_unknown_ || verdict.outcome_unknown;
+  return verdict.status;
+}
+
+void StoreWriter::Advance(const StepOutcome& outcome) {
+  state_.id = outcome.version;
+  for (std::size_t i = 0; i < outcome.l61_tensors.size(); ++i) {
+    state_.l61[outcome.l61_tensors[i]] = outcome.l61_after[i];
+  }
+  if (outcome.metadata_changed) state_.metadata = outcome.metadata;
 }
 
 absl::Status StoreWriter::CommitStep(StagingDirectory& staging,
                                      const StepManifest& manifest,
                                      const TensorTable& table,
-                                     PublishResult* result) {
+                                     StepOutcome* outcome) {
   FileSystem& fs = *store_->fs();
   KEDGE_ASSIGN_OR_RETURN(const std::vector<std::byte> manifest_bytes,
                          SerializeStepManifest(manifest, table));
@@ -380,29 +811,48 @@ absl::Status StoreWriter::CommitStep(StagingDirectory& staging,
   KEDGE_RETURN_IF_ERROR(staging.WriteCommit(manifest_bytes, commit));
   KEDGE_RETURN_IF_ERROR(CheckNotFenced(manifest.step));
   const std::string target = store_->StepPath(manifest.step);
+  // A step of an earlier epoch that stands there is void: its writer was fenced
+  // while it renamed it.
+  if (const auto epoch = EpochOfStep(fs, target); epoch && *epoch < epoch_) {
+    KEDGE_RETURN_IF_ERROR(fs.Rename(
+        target, JoinPath(store_->PathOf(kTrashDirectoryName),
+                         absl::StrCat(StepDirectoryName(manifest.step), ".",
+                                      epoch_, ".", RandomSeed()))));
+  }
   const absl::Status published = staging.PublishAs(
       target, [&] { return HoldsCommit(fs, target, commit); });
   outcome_unknown_ = staging.outcome_unknown();
   KEDGE_RETURN_IF_ERROR(published);
 
-  result->version = {manifest.step, HashBytes128(manifest_bytes)};
-  result->manifest_bytes = manifest_bytes.size();
-  result->bytes = manifest_bytes.size() + commit.size();
-  for (const DataFile& file : manifest.files) result->bytes += file.bytes;
+  outcome->version = {manifest.step, HashBytes128(manifest_bytes)};
+  outcome->manifest_bytes = manifest_bytes.size();
+  outcome->bytes = manifest_bytes.size() + commit.size();
+  for (const DataFile& file : manifest.files) outcome->bytes += file.bytes;
+  outcome->records = manifest.records.size();
+  for (const DeltaRecord& record : manifest.records) {
+    outcome->nnz += record.nnz;
+  }
+  outcome->metadata_changed = manifest.metadata_changed;
+  outcome->metadata = manifest.metadata;
 
   if (!staging.parent_sync_status().ok()) {
-    result->warnings.push_back(absl::StrCat(
+    outcome->warnings.push_back(absl::StrCat(
         "v", manifest.step, " is published, but may not outlive a power loss: ",
         staging.parent_sync_status().message()));
   }
+
+  // An epoch that came between the check and the rename has made the step void:
+  // its writer did not see it, or has moved it away.
+  const absl::Status fenced = CheckNotFenced(manifest.step);
+  if (absl::IsFailedPrecondition(fenced)) return fenced;
 
   // Published. HEAD is a hint: the next publish puts it right.
   Head head;
   head.run = manifest.run;
   head.step = manifest.step;
   head.epoch = epoch_;
-  head.manifest_hash = result->version.manifest_hash;
-  absl::Status replaced = CheckNotFenced(manifest.step);
+  head.manifest_hash = outcome->version.manifest_hash;
+  absl::Status replaced = fenced;
   if (replaced.ok()) {
     replaced = ReplaceFile(fs, store_->PathOf(kHeadFileName),
                            JoinPath(store_->PathOf(kStagingDirectoryName),
@@ -410,38 +860,45 @@ absl::Status StoreWriter::CommitStep(StagingDirectory& staging,
                            SerializeHead(head));
   }
   if (!replaced.ok()) {
-    result->warnings.push_back(absl::StrCat(
+    outcome->warnings.push_back(absl::StrCat(
         "v", manifest.step, " is published, but HEAD was not replaced: ",
         replaced.message(), "; readers find it by listing the store"));
   }
   return absl::OkStatus();
 }
 
-absl::StatusOr<PublishResult> StoreWriter::PublishDelta(
-    std::uint64_t step, TensorSource& old_source, TensorSource& new_source,
-    const Metadata* metadata, const RecordSink& sink) {
-  KEDGE_RETURN_IF_ERROR(CheckMayPublish(step));
+struct StoreWriter::DeltaPart {
+  std::unique_ptr<StagingDirectory> staging;
+  RankFragment fragment;
+  double encode_seconds = 0;
+  Clock::time_point encoded;
+};
+
+absl::Status StoreWriter::WriteDelta(std::uint64_t step, std::uint64_t attempt,
+                                     TensorSource& old_source,
+                                     TensorSource& new_source,
+                                     const RecordSink& sink, DeltaPart* part) {
   const auto start = Clock::now();
   const TensorTable& table = *state_.table;
-  KEDGE_ASSIGN_OR_RETURN(
-      auto staging,
-      StagingDirectory::Create(store_->fs(),
-                               NewStagingPath(step, FileKind::kSegment)));
-  SegmentWriter segments(staging.get(), &io_pool_, store_->info().run, step,
-                         options_.rank, options_.segment_files);
+  const std::string path = StagingPath(step, FileKind::kSegment, attempt);
+  KEDGE_ASSIGN_OR_RETURN(part->staging,
+                         StagingDirectory::Create(staging_fs_, path));
+  SegmentWriter segments(part->staging.get(), &io_pool_, store_->info().run,
+                         step, group_.rank(), options_.segment_files);
 
-  RankFragment fragment;
+  RankFragment& fragment = part->fragment;
   fragment.run = store_->info().run;
   fragment.epoch = epoch_;
   fragment.step = step;
-  fragment.attempt = attempt_;
-  fragment.rank = options_.rank;
-  fragment.world_size = options_.world_size;
+  fragment.attempt = attempt;
+  fragment.rank = group_.rank();
+  fragment.world_size = group_.world_size();
   fragment.table_hash = table.hash();
   fragment.base = state_.id;
 
-  const std::vector<TensorSlice> slices =
-      SplitTable(table, options_.slice_units);
+  const std::vector<TensorSlice> slices = SplitOwned(
+      table, Intersect(OwnedOf(table, old_source), OwnedOf(table, new_source)),
+      options_.slice_units);
   std::atomic<std::size_t> next_slice{0};
   std::atomic<bool> failed{false};
   std::mutex mutex;  // guards fragment.records
@@ -500,10 +957,9 @@ absl::StatusOr<PublishResult> StoreWriter::PublishDelta(
     KEDGE_RETURN_IF_ERROR(batch.Wait());
   }
   KEDGE_ASSIGN_OR_RETURN(fragment.files, segments.Finish());
-  PublishResult result;
-  result.encode_seconds = SecondsSince(start);
+  part->encoded = Clock::now();
+  part->encode_seconds = SecondsSince(start);
 
-  const auto commit_start = Clock::now();
   std::sort(fragment.records.begin(), fragment.records.end(),
             [](const DeltaRecord& a, const DeltaRecord& b) {
               return std::tie(a.tensor, a.slice.begin) <
@@ -518,109 +974,331 @@ absl::StatusOr<PublishResult> StoreWriter::PublishDelta(
       fragment.owned.push_back({slice.tensor, slice.units});
     }
   }
-  KEDGE_ASSIGN_OR_RETURN(
-      StepManifest manifest,
-      MergeFragments(std::span<const RankFragment>(&fragment, 1), table,
-                     state_.l61));
+  KEDGE_RETURN_IF_ERROR(part->staging->SealFiles(io_pool_));
+  return SyncShared(*store_->fs(), group_, path);
+}
+
+absl::Status StoreWriter::CommitDelta(std::span<const RankFragment> fragments,
+                                      StagingDirectory& staging,
+                                      const Metadata* metadata,
+                                      StepOutcome* outcome) {
+  const TensorTable& table = *state_.table;
+  KEDGE_ASSIGN_OR_RETURN(StepManifest manifest,
+                         MergeFragments(fragments, table, state_.l61));
+  KEDGE_RETURN_IF_ERROR(CheckOthersFiles(*store_->fs(), staging.path(),
+                                         manifest.files, group_.rank()));
   if (metadata != nullptr && *metadata != state_.metadata) {
     manifest.metadata_changed = true;
     manifest.metadata = *metadata;
   }
-  KEDGE_RETURN_IF_ERROR(staging->SealFiles(io_pool_));
-  KEDGE_RETURN_IF_ERROR(CommitStep(*staging, manifest, table, &result));
-  result.commit_seconds = SecondsSince(commit_start);
-  result.records = manifest.records.size();
-  for (const DeltaRecord& record : manifest.records) result.nnz += record.nnz;
-
-  state_.id = result.version;
+  KEDGE_RETURN_IF_ERROR(CommitStep(staging, manifest, table, outcome));
   for (const TensorState& tensor : manifest.states) {
-    state_.l61[tensor.tensor] = tensor.l61_after;
+    outcome->l61_tensors.push_back(tensor.tensor);
+    outcome->l61_after.push_back(tensor.l61_after);
   }
-  if (manifest.metadata_changed) state_.metadata = manifest.metadata;
+  return absl::OkStatus();
+}
+
+absl::StatusOr<PublishResult> StoreWriter::PublishDelta(
+    std::uint64_t step, TensorSource& old_source, TensorSource& new_source,
+    const Metadata* metadata, const RecordSink& sink) {
+  KEDGE_RETURN_IF_ERROR(CheckUsable());
+  const std::uint64_t attempt = attempt_++;
+  DeltaPart part;
+  absl::Status written = CheckMayPublish(step);
+  if (written.ok()) {
+    written = FencedOr(
+        WriteDelta(step, attempt, old_source, new_source, sink, &part), step);
+  }
+
+  StepOutcome outcome;
+  if (group_.alone()) {
+    KEDGE_RETURN_IF_ERROR(written);
+    KEDGE_RETURN_IF_ERROR(
+        FencedOr(CommitDelta(std::span(&part.fragment, 1), *part.staging,
+                             metadata, &outcome),
+                 step));
+  } else {
+    const RankGroup::Piece mine = PieceOf(written, [&] {
+      return SerializeRankFragment(part.fragment, *state_.table);
+    });
+    const Verdict verdict = group_.Agree(
+        absl::StrCat("fragments of v", step), mine,
+        [&](std::span<const std::vector<std::byte>> pieces) -> Verdict {
+          auto fragments = ParseAll<RankFragment>(
+              pieces, [](absl::string_view where, const auto& bytes) {
+                return ParseRankFragment(where, bytes);
+              });
+          if (!fragments.ok()) return {fragments.status(), {}};
+          const absl::Status status = FencedOr(
+              CommitDelta(*fragments, *part.staging, metadata, &outcome), step);
+          if (!status.ok()) return {status, {}, outcome_unknown_};
+          return {status, SerializeStepOutcome(outcome)};
+        },
+        [&] {
+          part.staging.reset();
+          RemoveDead(StagingPath(step, FileKind::kSegment, attempt));
+        });
+    KEDGE_RETURN_IF_ERROR(Take(verdict));
+    RemoveDeadAgain();
+    if (!group_.leads()) {
+      auto heard =
+          ParseStepOutcome("rank 0", verdict.payload, state_.table->size());
+      if (!heard.ok()) {
+        outcome_unknown_ = true;
+        return heard.status();
+      }
+      outcome = *std::move(heard);
+    }
+  }
+  Advance(outcome);
+  PublishResult result = ResultOf(outcome);
+  result.encode_seconds = part.encode_seconds;
+  result.commit_seconds = SecondsSince(part.encoded);
   return result;
+}
+
+struct StoreWriter::RootPart {
+  Place place;
+  std::vector<OwnedSlice> owned;
+  AnchorLayout layout;
+  StagedRoot staged;
+};
+
+absl::StatusOr<const AnchorLayout*> StoreWriter::LayoutOf(
+    const TensorSource& source) {
+  std::vector<OwnedSlice> owned = OwnedOf(*state_.table, source);
+  if (!layout_ || !SameSlices(owned, layout_owned_)) {
+    layout_.reset();
+    AnchorLayoutOptions layout_options;
+    layout_options.anchor_file_bytes = options_.anchor_file_bytes;
+    layout_options.rank = group_.rank();
+    KEDGE_ASSIGN_OR_RETURN(layout_,
+                           PlanAnchor(*state_.table, layout_options, owned));
+    layout_owned_ = std::move(owned);
+  }
+  return &*layout_;
 }
 
 absl::StatusOr<PublishResult> StoreWriter::PublishRoot(
     std::uint64_t step, const TensorTable& table, TensorSource& source,
     const Metadata& metadata) {
-  KEDGE_RETURN_IF_ERROR(CheckMayPublish(step));
+  KEDGE_RETURN_IF_ERROR(CheckUsable());
   const auto start = Clock::now();
-  KEDGE_RETURN_IF_ERROR(
-      EnsureTable(*store_->fs(), store_->path(), table,
-                  JoinPath(store_->PathOf(kStagingDirectoryName),
-                           absl::StrCat("table.", epoch_, ".", attempt_++))));
-  AnchorLayoutOptions layout_options;
-  layout_options.anchor_file_bytes = options_.anchor_file_bytes;
-  layout_options.rank = options_.rank;
-  KEDGE_ASSIGN_OR_RETURN(AnchorLayout layout,
-                         PlanAnchor(table, layout_options));
-  Place place;
-  place.fs = store_->fs();
-  place.pool = &io_pool_;
-  place.staging = NewStagingPath(step, FileKind::kSegment);
-  place.target = store_->StepPath(step);
-  place.run = store_->info().run;
-  place.epoch = epoch_;
-  StepManifest manifest;
-  manifest.run = store_->info().run;
-  manifest.epoch = epoch_;
-  manifest.step = step;
-  manifest.base = state_.id;
-  manifest.metadata = metadata;
-  std::vector<std::byte> manifest_bytes;
-  PublishResult result;
-  KEDGE_ASSIGN_OR_RETURN(
-      auto staging, StageRoot(place, table, &layout, source, summer_, &manifest,
-                              &manifest_bytes, &result.anchor_bytes));
-  result.anchor_seconds = SecondsSince(start);
+  const std::uint64_t attempt = attempt_++;
+  RootPart root;
+  root.place.fs = staging_fs_;
+  root.place.pool = &io_pool_;
+  root.place.staging = StagingPath(step, FileKind::kSegment, attempt);
+  root.place.target = store_->StepPath(step);
+  root.place.run = store_->info().run;
+  root.place.epoch = epoch_;
+  root.place.step = step;
+  const absl::Status written = [&]() -> absl::Status {
+    KEDGE_RETURN_IF_ERROR(CheckMayPublish(step));
+    AnchorLayoutOptions layout_options;
+    layout_options.anchor_file_bytes = options_.anchor_file_bytes;
+    layout_options.rank = group_.rank();
+    root.owned = OwnedOf(table, source);
+    KEDGE_ASSIGN_OR_RETURN(root.layout,
+                           PlanAnchor(table, layout_options, root.owned));
+    KEDGE_RETURN_IF_ERROR(StageRoot(root.place, table, &root.layout, source,
+                                    summer_, &root.staged));
+    return SyncShared(*store_->fs(), group_,
+                      JoinPath(root.place.staging, kAnchorDirectoryName));
+  }();
+  const double anchor_seconds = SecondsSince(start);
+
   const auto commit_start = Clock::now();
-  KEDGE_RETURN_IF_ERROR(staging->SealFiles(io_pool_));
-  KEDGE_RETURN_IF_ERROR(CommitStep(*staging, manifest, table, &result));
+  StepOutcome outcome;
+  const auto commit = [&](std::span<const AnchorPart> parts) -> absl::Status {
+    KEDGE_RETURN_IF_ERROR(CheckFileRanks(parts));
+    KEDGE_ASSIGN_OR_RETURN(const AnchorPart whole,
+                           MergeAnchorParts(parts, table));
+    KEDGE_RETURN_IF_ERROR(CheckOthersFiles(
+        *store_->fs(), JoinPath(root.place.staging, kAnchorDirectoryName),
+        whole.files, group_.rank()));
+    KEDGE_RETURN_IF_ERROR(
+        EnsureTable(*store_->fs(), store_->path(), table,
+                    JoinPath(store_->PathOf(kStagingDirectoryName),
+                             absl::StrCat("table.", epoch_, ".", attempt))));
+    StepManifest manifest;
+    manifest.run = store_->info().run;
+    manifest.epoch = epoch_;
+    manifest.step = step;
+    manifest.base = state_.id;
+    manifest.metadata = metadata;
+    std::vector<std::byte> manifest_bytes;
+    KEDGE_RETURN_IF_ERROR(FinishRoot(root.place, table, whole, &root.staged,
+                                     &manifest, &manifest_bytes,
+                                     &outcome.anchor_bytes));
+    KEDGE_RETURN_IF_ERROR(
+        CommitStep(*root.staged.staging, manifest, table, &outcome));
+    for (std::size_t i = 0; i < table.size(); ++i) {
+      outcome.l61_tensors.push_back(i);
+      outcome.l61_after.push_back(manifest.l61[i]);
+    }
+    return absl::OkStatus();
+  };
+  if (group_.alone()) {
+    KEDGE_RETURN_IF_ERROR(written);
+    KEDGE_RETURN_IF_ERROR(commit(std::span(&root.staged.part, 1)));
+  } else {
+    const RankGroup::Piece mine = PieceOf(
+        written, [&] { return SerializeAnchorPart(root.staged.part, table); });
+    const Verdict verdict = group_.Agree(
+        absl::StrCat("root v", step), mine,
+        [&](std::span<const std::vector<std::byte>> pieces) -> Verdict {
+          auto parts = ParseAll<AnchorPart>(
+              pieces, [&](absl::string_view where, const auto& bytes) {
+                return ParseAnchorPart(where, bytes, table);
+              });
+          if (!parts.ok()) return {parts.status(), {}};
+          const absl::Status status = commit(*parts);
+          if (!status.ok()) return {status, {}, outcome_unknown_};
+          return {status, SerializeStepOutcome(outcome)};
+        },
+        [&] {
+          root.staged = StagedRoot();
+          RemoveDead(root.place.staging);
+        });
+    KEDGE_RETURN_IF_ERROR(Take(verdict));
+    RemoveDeadAgain();
+    if (!group_.leads()) {
+      auto heard = ParseStepOutcome("rank 0", verdict.payload, table.size());
+      if (!heard.ok()) {
+        outcome_unknown_ = true;
+        return heard.status();
+      }
+      outcome = *std::move(heard);
+    }
+  }
+  state_.table = std::make_shared<const TensorTable>(table);
+  state_.l61.assign(table.size(), 0);
+  Advance(outcome);
+  layout_ = std::move(root.layout);
+  layout_owned_ = std::move(root.owned);
+  PublishResult result = ResultOf(outcome);
+  result.anchor_seconds = anchor_seconds;
   result.commit_seconds = SecondsSince(commit_start);
-  state_.id = result.version;
-  state_.l61 = manifest.l61;
-  state_.metadata = metadata;
-  KEDGE_ASSIGN_OR_RETURN(state_.table, store_->ReadTable(table.hash()));
-  layout_ = std::move(layout);
   return result;
+}
+
+void StoreWriter::RemoveDead(const std::string& staging_path) {
+  RemoveTree(*store_->fs(), staging_path).IgnoreError();
+  dead_staging_.push_back(staging_path);
+}
+
+void StoreWriter::RemoveDeadAgain() {
+  for (const std::string& path : dead_staging_) {
+    RemoveTree(*store_->fs(), path).IgnoreError();
+  }
+  dead_staging_.clear();
 }
 
 absl::Status StoreWriter::AddAnchor(TensorSource& source,
                                     PublishResult* result) {
+  KEDGE_RETURN_IF_ERROR(CheckUsable());
   const auto start = Clock::now();
-  if (outcome_unknown_) return CheckMayPublish(state_.id.step + 1);
-  KEDGE_RETURN_IF_ERROR(CheckNotFenced(state_.id.step + 1));
+  const std::uint64_t attempt = attempt_++;
   const TensorTable& table = *state_.table;
-  if (!layout_) {
-    AnchorLayoutOptions layout_options;
-    layout_options.anchor_file_bytes = options_.anchor_file_bytes;
-    layout_options.rank = options_.rank;
-    KEDGE_ASSIGN_OR_RETURN(layout_, PlanAnchor(table, layout_options));
+  std::unique_ptr<AnchorWriter> anchor;
+  AnchorPart part;
+  const std::string path =
+      StagingPath(state_.id.step, FileKind::kAnchor, attempt);
+  const absl::Status written = [&]() -> absl::Status {
+    KEDGE_RETURN_IF_ERROR(CheckNotFenced(state_.id.step + 1));
+    KEDGE_ASSIGN_OR_RETURN(const AnchorLayout* const layout, LayoutOf(source));
+    KEDGE_ASSIGN_OR_RETURN(
+        anchor,
+        AnchorWriter::Create(staging_fs_, path, &io_pool_, store_->info().run,
+                             state_.id.step, &table, layout));
+    KEDGE_RETURN_IF_ERROR(anchor->WriteSlices(source, summer_));
+    KEDGE_ASSIGN_OR_RETURN(part, anchor->Seal());
+    return SyncShared(*store_->fs(), group_, path);
+  }();
+
+  std::uint64_t anchor_bytes = 0;
+  bool unknown = false;
+  const auto commit = [&](std::span<const AnchorPart> parts) -> absl::Status {
+    KEDGE_RETURN_IF_ERROR(CheckFileRanks(parts));
+    KEDGE_ASSIGN_OR_RETURN(const AnchorPart whole,
+                           MergeAnchorParts(parts, table));
+    for (std::uint32_t i = 0; i < table.size(); ++i) {
+      if (whole.l61[i] == state_.l61[i]) continue;
+      std::vector<std::vector<OwnedSlice>> owned;
+      for (const AnchorPart& one : parts) owned.push_back(one.owned);
+      const std::uint32_t owner =
+          table[i].tied_to == kNotTied ? i : table[i].tied_to;
+      return absl::FailedPreconditionError(absl::StrCat(
+          "anchor of ", ToString(state_.id), ": ", table[i].name,
+          HoldersText(owned, owner), ": L61: expected ", Hex64(state_.l61[i]),
+          ", found ", Hex64(whole.l61[i]),
+          "; the tensor was changed after the step was published; add the "
+          "anchor before the next optimizer step"));
+    }
+    KEDGE_RETURN_IF_ERROR(
+        CheckOthersFiles(*store_->fs(), path, whole.files, group_.rank()));
+    KEDGE_RETURN_IF_ERROR(
+        anchor->Commit(epoch_, state_.id, state_.metadata, whole));
+    KEDGE_RETURN_IF_ERROR(CheckNotFenced(state_.id.step + 1));
+    const std::string target = store_->AnchorPath(state_.id.step);
+    const absl::Status published = anchor->staging().PublishAs(target, [&] {
+      return HoldsCommit(*store_->fs(), target, anchor->commit_bytes());
+    });
+    unknown = anchor->staging().outcome_unknown();
+    KEDGE_RETURN_IF_ERROR(published);
+    anchor_bytes = anchor->total_bytes();
+    return absl::OkStatus();
+  };
+  if (group_.alone()) {
+    KEDGE_RETURN_IF_ERROR(written);
+    KEDGE_RETURN_IF_ERROR(commit(std::span(&part, 1)));
+  } else {
+    const RankGroup::Piece mine =
+        PieceOf(written, [&] { return SerializeAnchorPart(part, table); });
+    const Verdict verdict = group_.Agree(
+        absl::StrCat("anchor of ", ToString(state_.id)), mine,
+        [&](std::span<const std::vector<std::byte>> pieces) -> Verdict {
+          auto parts = ParseAll<AnchorPart>(
+              pieces, [&](absl::string_view where, const auto& bytes) {
+                return ParseAnchorPart(where, bytes, table);
+              });
+          if (!parts.ok()) return {parts.status(), {}};
+          const absl::Status status = commit(*parts);
+          if (!status.ok()) return {status, {}};
+          WireWriter out;
+          out.U64(anchor_bytes);
+          return {status, out.Take()};
+        },
+        [&] {
+          // Late renames must find it whole.
+          if (unknown) return;
+          anchor.reset();
+          RemoveDead(path);
+        });
+    KEDGE_RETURN_IF_ERROR(Take(verdict));
+    RemoveDeadAgain();
+    WireReader in(verdict.payload);
+    anchor_bytes = in.U64();
   }
-  KEDGE_ASSIGN_OR_RETURN(
-      auto anchor,
-      AnchorWriter::Create(
-          store_->fs(), NewStagingPath(state_.id.step, FileKind::kAnchor),
-          &io_pool_, store_->info().run, state_.id.step, &table, &*layout_));
-  KEDGE_RETURN_IF_ERROR(anchor->WriteSlices(source, summer_));
-  for (std::size_t i = 0; i < table.size(); ++i) {
-    if (anchor->l61()[i] == state_.l61[i]) continue;
-    return absl::FailedPreconditionError(absl::StrCat(
-        "anchor of ", ToString(state_.id), ": ", table[i].name,
-        ": L61: expected ", Hex64(state_.l61[i]), ", found ",
-        Hex64(anchor->l61()[i]),
-        "; the tensor was changed after the step was published; add the anchor "
-        "before the next optimizer step"));
-  }
-  KEDGE_RETURN_IF_ERROR(anchor->Commit(epoch_, state_.id, state_.metadata));
-  KEDGE_RETURN_IF_ERROR(CheckNotFenced(state_.id.step + 1));
-  const std::string target = store_->AnchorPath(state_.id.step);
-  KEDGE_RETURN_IF_ERROR(anchor->staging().PublishAs(target, [&] {
-    return HoldsCommit(*store_->fs(), target, anchor->commit_bytes());
-  }));
-  result->anchor_bytes = anchor->total_bytes();
+  result->anchor_bytes = anchor_bytes;
   result->anchor_seconds = SecondsSince(start);
   return absl::OkStatus();
+}
+
+void StoreWriter::Retain(PublishResult* result) {
+  if (!options_.retention || !group_.leads() || outcome_unknown_) return;
+  if (!retention_) retention_.emplace(*options_.retention);
+  const auto report = retention_->Retain(*store_);
+  if (!report.ok()) {
+    result->warnings.push_back(
+        absl::StrCat("retention: ", report.status().message()));
+    return;
+  }
+  for (const std::string& warning : report->warnings) {
+    result->warnings.push_back(absl::StrCat("retention: ", warning));
+  }
 }
 
 }  // namespace kedge

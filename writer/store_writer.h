@@ -2,7 +2,12 @@
 #define KEDGE_WRITER_STORE_WRITER_H_
 
 // Creates stores and publishes versions into them: steps, anchors, epochs,
-// resume. See spec/store.md and docs/protocol.md.
+// resume; from one rank or from many. See spec/store.md and docs/protocol.md.
+//
+// With a Coordinator every call below that says *collective* is made by all
+// ranks, in the same order with the same arguments, each with the part of the
+// weights that it holds. Rank 0 commits; all hear the same outcome: a failure
+// of one rank is every rank's failure, with that rank's number and message.
 
 #include <cstdint>
 #include <functional>
@@ -22,6 +27,12 @@
 #include "kedge/engine/io/store.h"
 #include "kedge/format/anchor_layout.h"
 #include "kedge/format/manifest.h"
+#include "kedge/writer/anchor_writer.h"
+#include "kedge/writer/coordinator.h"
+#include "kedge/writer/rank_group.h"
+#include "kedge/writer/rank_parts.h"
+#include "kedge/writer/retention.h"
+#include "kedge/writer/shared_staging.h"
 #include "kedge/writer/tensor_source.h"
 
 namespace kedge {
@@ -36,10 +47,12 @@ struct WriterOptions {
   std::uint32_t segment_files = 8;
   // Units of a slice that one thread encodes.
   std::uint64_t slice_units = std::uint64_t{1} << 24;
-  // This process's place among the trainer's ranks. Several ranks need a
-  // Coordinator, which this version does not have: world_size is 1.
-  std::uint32_t rank = 0;
-  std::uint32_t world_size = 1;
+  // How this rank meets the trainer's others; borrowed, and not used by anybody
+  // else meanwhile. Null: this rank is alone.
+  Coordinator* coordinator = nullptr;
+  // Keeps the store small after each publish, like `kedge gc`. Nothing: all
+  // stays until somebody runs gc.
+  std::optional<RetentionOptions> retention;
 };
 
 struct InitOptions {
@@ -54,10 +67,12 @@ struct InitOptions {
 };
 
 // Creates a store at `options.store_path` whose v0 is what `source` holds. The
-// path does not exist yet or is an empty directory; STORE is written last, so
-// that a store is there whole or not at all.
+// path does not exist yet or is an empty directory (ranks/ may be there if
+// there are several); STORE is written last, so that a store is there whole or
+// not at all. Collective; run, seed, time and metadata are rank 0's.
 //
-// Errors: kAlreadyExists if something is there; those of storage and source.
+// Errors: kAlreadyExists if something is there; kFailedPrecondition if the
+// ranks' parts do not make up the table; those of storage and source.
 absl::Status InitStore(const WriterOptions& options, const InitOptions& init,
                        const TensorTable& table, TensorSource& source);
 
@@ -84,16 +99,29 @@ struct PublishResult {
 // Thread safety: one thread at a time; works on threads of its own inside.
 class StoreWriter {
  public:
+  // S of what a rank holds of each tensor.
+  struct HeldPart {
+    std::vector<OwnedSlice> owned;
+    std::vector<std::uint64_t> l61;  // table order; ties do not matter
+  };
+  using SumHeld = std::function<absl::StatusOr<HeldPart>(const VersionState&,
+                                                         const L61Summer&)>;
+
   // Opens the store at `resume_step` (default: the newest valid step), under a
   // new epoch, which fences every writer opened before. Steps above it are
   // moved to .trash, staging directories of older epochs are removed, HEAD is
-  // put right.
+  // put right. Collective.
+  //
+  // `sum_held`, if given, is asked before anything in the store is changed:
+  // what all ranks hold must be the version, each unit once.
   //
   // Errors: kNotFound (no store, or no such step), kDataLoss, kUnavailable,
-  // kFailedPrecondition "fenced" if another writer opened at the same time.
+  // kFailedPrecondition "fenced" if another writer opened at the same time, or
+  // what is held is not the version (names tensors, and ranks if several).
   static absl::StatusOr<std::unique_ptr<StoreWriter>> Open(
       const WriterOptions& options,
-      std::optional<std::uint64_t> resume_step = std::nullopt);
+      std::optional<std::uint64_t> resume_step = std::nullopt,
+      const SumHeld& sum_held = nullptr);
   ~StoreWriter();
 
   const Store& store() const { return *store_; }
@@ -105,6 +133,10 @@ class StoreWriter {
   std::uint32_t epoch() const { return epoch_; }
   const L61Summer& summer() const { return summer_; }
 
+  // kUnavailable once the outcome of a publish is unknown: every call that
+  // publishes fails with it, without a word to other ranks.
+  absl::Status CheckUsable() const;
+
   // Hears every record of a step as it is encoded (padded to kRecordAlignment,
   // its size without padding given), from several threads at once.
   using RecordSink = std::function<void(
@@ -112,17 +144,20 @@ class StoreWriter {
       std::span<const std::byte> padded_record, std::uint64_t record_bytes)>;
 
   // Publishes `step` as the difference between `old_source`, which holds
-  // held(), and `new_source`, which must not change meanwhile. `metadata` null:
-  // as before.
+  // held(), and `new_source`, which must not change meanwhile; of what both
+  // hold. `metadata` null: as before; rank 0's count. Collective.
   //
   // Errors (nothing is visible, held() stays, and the step may be published
   // again, under a new attempt):
   //   kInvalidArgument     step is not above held().step, or too large
-  //   kFailedPrecondition  fenced by a later epoch
+  //   kFailedPrecondition  fenced by a later epoch; ranks that disagree, or
+  //                        whose parts leave a gap or overlap
   //   kAlreadyExists       step_N stands with other content (a fork)
-  //   kUnavailable         storage; or "outcome unknown": nobody can say
-  //                        whether the rename happened. Every later call then
-  //                        fails: open a new writer and look.
+  //   kUnavailable         storage; a rank that was not there in time; or
+  //                        "outcome unknown": nobody can say whether the rename
+  //                        happened, or this rank did not hear. Every later
+  //                        call then fails: open a new writer, on all ranks,
+  //                        and look.
   //   kResourceExhausted   disk full
   absl::StatusOr<PublishResult> PublishDelta(std::uint64_t step,
                                              TensorSource& old_source,
@@ -132,40 +167,84 @@ class StoreWriter {
 
   // Publishes `step` without a delta, under another table or from weights that
   // have no history in this store: S of every tensor and an anchor, in one
-  // rename. Errors as above.
+  // rename. Collective; the table is the same at all ranks, the metadata are
+  // rank 0's. Errors as above.
   absl::StatusOr<PublishResult> PublishRoot(std::uint64_t step,
                                             const TensorTable& table,
                                             TensorSource& source,
                                             const Metadata& metadata);
 
+  // Drops what WriterOptions::retention lets go, if it is set; on rank 0 alone.
+  // What goes wrong is a warning of `result`: the next call tries again.
+  void Retain(PublishResult* result);
+
   // Adds an anchor of held() from `source`, which holds it: its own
   // transaction, visible in one rename. Its bytes are summed as they are
-  // written; kFailedPrecondition names a tensor that is not held()'s. Fills the
-  // anchor members of `result`.
+  // written; kFailedPrecondition names a tensor that is not held()'s, and who
+  // holds it. Fills the anchor members of `result`. Collective.
   absl::Status AddAnchor(TensorSource& source, PublishResult* result);
 
  private:
+  // What this rank has written of a step.
+  struct DeltaPart;
+  struct RootPart;
+
   StoreWriter(const WriterOptions& options, std::unique_ptr<Store> store,
               VersionState state, std::uint32_t epoch);
 
+  // Creates the next epoch at `held`, moves later steps away, replaces HEAD.
+  // `newest`: nobody asked to give up later steps; kUnavailable if there are
+  // any.
+  static absl::StatusOr<std::uint32_t> TakeOver(const Store& store,
+                                                const VersionId& held,
+                                                bool newest);
+
   absl::Status CheckMayPublish(std::uint64_t step) const;
+  // A failure's cause, if it is that the writer was fenced: the later one has
+  // removed the staging directory.
+  absl::Status FencedOr(absl::Status status, std::uint64_t step) const;
   absl::Status CheckNotFenced(std::uint64_t step) const;
-  std::string NewStagingPath(std::uint64_t step, FileKind kind);
+  std::string StagingPath(std::uint64_t step, FileKind kind,
+                          std::uint64_t attempt) const;
+  // Where the slices of what `source` holds go: planned once for a table.
+  absl::StatusOr<const AnchorLayout*> LayoutOf(const TensorSource& source);
+  // Rank 0, after an attempt failed: removes its staging directory, of all
+  // ranks. A rank that came late may still make it again, so that it is looked
+  // for once more after the next success, when all have gone on.
+  void RemoveDead(const std::string& staging_path);
+  void RemoveDeadAgain();
+  // Takes a verdict's outcome_unknown over and returns its status.
+  absl::Status Take(const Verdict& verdict);
+
+  absl::Status WriteDelta(std::uint64_t step, std::uint64_t attempt,
+                          TensorSource& old_source, TensorSource& new_source,
+                          const RecordSink& sink, DeltaPart* part);
+  absl::Status CommitDelta(std::span<const RankFragment> fragments,
+                           StagingDirectory& staging, const Metadata* metadata,
+                           StepOutcome* outcome);
   // Everything after the data files: MANIFEST, COMMIT, rename, HEAD.
   absl::Status CommitStep(StagingDirectory& staging,
                           const StepManifest& manifest,
-                          const TensorTable& table, PublishResult* result);
+                          const TensorTable& table, StepOutcome* outcome);
+  // Moves state_ on by what was published.
+  void Advance(const StepOutcome& outcome);
 
   WriterOptions options_;
+  RankGroup group_;
   std::unique_ptr<Store> store_;
+  SharedStagingFileSystem shared_fs_;
+  FileSystem* staging_fs_;  // where staging directories are written through
   VersionState state_;
   std::uint32_t epoch_;
-  std::uint64_t attempt_ = 0;
+  std::uint64_t attempt_ = 0;  // of all ranks alike
   bool outcome_unknown_ = false;
+  std::optional<Retention> retention_;
+  std::vector<std::string> dead_staging_;
   L61Summer summer_;
   IoPool io_pool_;
   IoPool encode_pool_;
-  std::optional<AnchorLayout> layout_;  // of the table; planned once
+  std::optional<AnchorLayout> layout_;  // of layout_owned_ of the table
+  std::vector<OwnedSlice> layout_owned_;
 };
 
 }  // namespace kedge

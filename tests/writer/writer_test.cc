@@ -8,6 +8,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -519,6 +520,103 @@ TEST(StoreWriterTest, TheLaterWriterFencesTheEarlier) {
   EXPECT_TRUE((*second)->Publish(1).ok());
 }
 
+// An open that names no step must not give up what another writer publishes
+// while it is on its way, at whatever moment.
+TEST(StoreWriterTest, OpeningAtTheNewestNeverGivesUpAPublishedStep) {
+  int taken_over = 0;
+  int given_way = 0;
+  bool reached = true;
+  for (std::int64_t k = 1; reached; ++k) {
+    SCOPED_TRACE(absl::StrCat("operation ", k));
+    TempDirectory temp;
+    TestModel model(24);
+    auto first = Create(Options(temp), model);
+    const TestModel at_v0(24);
+    FaultFileSystem fs(PosixFileSystem(), temp.path());
+    WriterOptions options = Options(temp);
+    options.fs = &fs;
+    reached = false;
+    absl::StatusOr<PublishResult> published = absl::UnknownError("not yet");
+    fs.set_after_each([&](const Operation& operation) {
+      if (operation.number != k) return;
+      reached = true;
+      model.Step(0.01);
+      published = first->Publish(1);
+    });
+    auto second = SnapshotWriter::Open(options, at_v0.Tensors());
+    fs.Reset();
+    if (!reached) break;
+    if (published.ok()) {
+      ++given_way;
+      ASSERT_FALSE(second.ok());
+      ASSERT_EQ(Look(options.store_path)->step, 1u);
+      ASSERT_TRUE(first->Publish(2).ok());  // goes on as if nothing had been
+    } else {
+      ++taken_over;
+      ASSERT_EQ(published.status().code(),
+                absl::StatusCode::kFailedPrecondition)
+          << published.status();
+      ASSERT_TRUE(second.ok()) << second.status();
+      ASSERT_TRUE((*second)->Publish(1).ok());
+    }
+  }
+  EXPECT_GT(given_way, 3);
+  EXPECT_GT(taken_over, 3);
+}
+
+// A writer that is fenced in the middle of a publish says so, and what it may
+// have renamed is in nobody's way.
+TEST(StoreWriterTest, AWriterFencedInMidPublishFails) {
+  int fenced = 0;
+  bool reached = true;
+  for (std::int64_t k = 1; reached; ++k) {
+    SCOPED_TRACE(absl::StrCat("operation ", k));
+    TempDirectory temp;
+    TestModel model(25);
+    FaultFileSystem fs(PosixFileSystem(), temp.path());
+    WriterOptions options = Options(temp);
+    options.fs = &fs;
+    auto first = Create(options, model);
+    TestModel at_v0(25);
+    model.Step(0.01);
+    fs.Reset();
+    reached = false;
+    bool renamed = false;
+    std::unique_ptr<SnapshotWriter> second;
+    fs.set_after_each([&](const Operation& operation) {
+      if (operation.kind == FileOperation::kRename &&
+          absl::EndsWith(operation.to, StepDirectoryName(1))) {
+        renamed = true;
+      }
+      if (operation.number != k) return;
+      reached = true;
+      auto opened = SnapshotWriter::Open(Options(temp), at_v0.Tensors(), 0);
+      ASSERT_TRUE(opened.ok()) << opened.status();
+      second = *std::move(opened);
+    });
+    const auto published = first->Publish(1);
+    fs.Reset();
+    if (!reached) break;
+    if (!published.ok()) {
+      ++fenced;
+      // Unknown: what was to be renamed is gone, and so may be its target.
+      ASSERT_THAT(
+          Text(published.status()),
+          testing::AnyOf(HasSubstr("fenced"), HasSubstr("outcome unknown")))
+          << published.status();
+      ASSERT_EQ(first->held().step, 0u);
+    } else {
+      // The new writer gave up a version that stood.
+      ASSERT_TRUE(renamed);
+    }
+    at_v0.Step(0.2);
+    const auto again = second->Publish(1);
+    ASSERT_TRUE(again.ok()) << again.status();
+    ASSERT_EQ(Look(options.store_path)->model, at_v0.Bytes());
+  }
+  EXPECT_GT(fenced, 5);
+}
+
 // Report: after a resume the versions of the lost run were still joined.
 TEST(StoreWriterTest, ResumeMovesLaterStepsAway) {
   TempDirectory temp;
@@ -660,6 +758,53 @@ TEST(RetentionTest, ThousandStepsStayBounded) {
         std::max(most, (*writer)->store_writer().store().ListSteps()->size());
   }
   EXPECT_LE(most, 12u);
+}
+
+TEST(RetentionTest, AWriterKeepsItsOwnStoreSmall) {
+  TempDirectory temp;
+  TestModel model(31);
+  WriterOptions options = Options(temp);
+  options.retention.emplace();
+  options.retention->keep_anchors = 2;
+  options.retention->grace = std::chrono::seconds(0);
+  auto writer = Create(options, model);
+  std::size_t most = 0;
+  for (std::uint64_t step = 1; step <= 60; ++step) {
+    model.Step(0.01);
+    const auto result = writer->Publish(step, {.anchor = step % 3 == 0});
+    ASSERT_TRUE(result.ok()) << result.status();
+    ASSERT_TRUE(result->warnings.empty()) << result->warnings.front();
+    most = std::max(most, writer->store_writer().store().ListSteps()->size());
+  }
+  EXPECT_LE(most, 7u);
+  EXPECT_EQ(Look(options.store_path)->model, model.Bytes());
+}
+
+// Report: gc dropped the only anchor that could be loaded, because a newer one
+// had a manifest.
+TEST(RetentionTest, AnAnchorWhoseFilesAreNotAllThereKeepsTheOneBefore) {
+  for (const bool missing : {false, true}) {
+    TempDirectory temp;
+    TestModel model(32);
+    auto writer = Create(Options(temp), model);
+    for (std::uint64_t step = 1; step <= 7; ++step) {
+      model.Step(0.01);
+      ASSERT_TRUE(writer->Publish(step, {.anchor = step % 3 == 0}).ok());
+    }
+    const std::string anchor = writer->store_writer().store().AnchorPath(6) +
+                               "/" + DataFileName({FileKind::kAnchor, 0, 0});
+    if (missing) {
+      std::filesystem::remove(anchor);
+    } else {
+      std::filesystem::resize_file(anchor, 5000);
+    }
+    GcOptions gc;
+    gc.store_path = Options(temp).store_path;
+    gc.keep_anchors = 1;
+    const auto report = CollectGarbage(gc);
+    ASSERT_TRUE(report.ok()) << report.status();
+    EXPECT_EQ(report->oldest_kept_step, 3u);
+  }
 }
 
 // ----------------------------------------------------------------- proportion
