@@ -39,6 +39,12 @@ std::uint64_t UnitCount(const TensorTable& table) {
   return units;
 }
 
+std::string DescribeLease(const LeaseInfo& lease) {
+  return absl::StrCat(lease.held ? absl::StrCat("holds v", lease.held->step)
+                                 : std::string("holds nothing"),
+                      ", needs v", lease.oldest_step, " and later");
+}
+
 absl::StatusOr<std::shared_ptr<const PublishedStep>> FindStep(
     const Store& store, std::uint64_t step) {
   auto found = store.ReadStep(step);

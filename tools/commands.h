@@ -10,6 +10,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "kedge/engine/io/lease.h"
 #include "kedge/format/tensor_table.h"
 #include "kedge/writer/store_writer.h"
 
@@ -18,6 +19,7 @@ namespace kedge {
 inline constexpr int kExitOk = 0;
 inline constexpr int kExitError = 1;
 inline constexpr int kExitUsage = 2;
+inline constexpr int kExitTimeout = 3;        // wait
 inline constexpr int kExitFindings = 4;       // fsck
 inline constexpr int kExitCouldNotCheck = 8;  // fsck
 
@@ -41,6 +43,7 @@ absl::StatusOr<int> Run(const PublishCommand& command);
 
 struct LsCommand {
   std::string store;
+  std::uint64_t lease_ttl_seconds = kDefaultLeaseTtl.count();
   bool json = false;
 };
 absl::StatusOr<int> Run(const LsCommand& command);
@@ -64,14 +67,24 @@ absl::StatusOr<int> Run(const MaterializeCommand& command);
 struct FsckCommand {
   std::string store;
   bool deep = false;
+  std::uint64_t lease_ttl_seconds = kDefaultLeaseTtl.count();
   bool json = false;
 };
 absl::StatusOr<int> Run(const FsckCommand& command);
+
+struct WaitCommand {
+  std::string store;
+  std::uint64_t step = 0;
+  std::uint64_t timeout_seconds = 0;
+  bool json = false;
+};
+absl::StatusOr<int> Run(const WaitCommand& command);
 
 struct GcCommand {
   std::string store;
   std::uint32_t keep_anchors = 0;
   std::uint64_t grace_seconds = 60;
+  std::uint64_t lease_ttl_seconds = kDefaultLeaseTtl.count();
   bool dry_run = false;
   bool json = false;
 };
@@ -86,6 +99,10 @@ inline constexpr std::uint64_t kVersionCacheBytes = std::uint64_t{48} << 20;
 
 // Units (format/dtype.h) of all untied tensors: what nnz is out of.
 std::uint64_t UnitCount(const TensorTable& table);
+
+// What `ls` and `gc` say of a lease: "holds v18, needs v18 and later", with a
+// word on what is wrong with it.
+std::string DescribeLease(const LeaseInfo& lease);
 
 // The step as a runtime error has it: kNotFound says which steps there are.
 absl::StatusOr<std::shared_ptr<const PublishedStep>> FindStep(

@@ -41,6 +41,7 @@ absl::StatusOr<int> Run(const FsckCommand& command) {
   FsckOptions options;
   options.store_path = command.store;
   options.deep = command.deep;
+  options.lease_ttl = std::chrono::seconds(command.lease_ttl_seconds);
   std::unique_ptr<Progress> progress;
   std::uint64_t shown = 0;
   options.progress = [&](std::uint64_t done, std::uint64_t total) {

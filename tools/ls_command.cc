@@ -1,3 +1,4 @@
+#include <chrono>
 #include <map>
 #include <memory>
 #include <optional>
@@ -6,6 +7,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "kedge/engine/io/lease.h"
 #include "kedge/engine/io/store.h"
 #include "kedge/format/status.h"
 #include "kedge/tools/commands.h"
@@ -17,6 +20,7 @@ namespace {
 struct Row {
   std::uint64_t step = 0;
   absl::Status why_invalid;
+  const char* state = "valid";  // fenced, fork, unpublished, damaged
   // The rest of a valid step only.
   VersionId id;
   VersionId base;
@@ -43,6 +47,10 @@ Row RowOf(const Store& store, std::uint64_t step) {
   const auto read = store.ReadStep(step);
   if (!read.ok()) {
     row.why_invalid = read.status();
+    row.state = absl::IsFailedPrecondition(read.status()) ? "fenced"
+                : absl::IsNotFound(read.status())         ? "unpublished"
+                : absl::IsUnimplemented(read.status())    ? "newer format"
+                                                          : "damaged";
     return row;
   }
   const PublishedStep& published = **read;
@@ -87,6 +95,7 @@ Json JsonOf(const Row& row) {
   Json json;
   json["step"] = row.step;
   json["valid"] = row.why_invalid.ok();
+  json["state"] = row.state;
   if (!row.why_invalid.ok()) {
     json["why"] = std::string(row.why_invalid.message());
     return json;
@@ -115,6 +124,133 @@ Json JsonOf(const Row& row) {
   return json;
 }
 
+// Versions that follow from each other without a gap, and the anchors among
+// them: each version from the first of these on can be joined.
+struct ChainRow {
+  std::uint64_t first = 0;
+  std::uint64_t last = 0;
+  std::uint64_t versions = 0;
+  std::vector<std::uint64_t> anchors;
+  VersionId last_id;
+};
+
+std::vector<ChainRow> ChainsOf(const std::vector<Row>& rows) {
+  std::vector<ChainRow> chains;
+  for (const Row& row : rows) {
+    if (!row.why_invalid.ok()) continue;
+    if (row.kind == StepKind::kRoot || chains.empty() ||
+        chains.back().last_id != row.base) {
+      chains.emplace_back();
+      chains.back().first = row.step;
+    }
+    ChainRow& chain = chains.back();
+    chain.last = row.step;
+    chain.last_id = row.id;
+    ++chain.versions;
+    if (row.anchor_bytes) chain.anchors.push_back(row.step);
+  }
+  return chains;
+}
+
+// The last few of a list that may be long.
+std::string Tail(std::vector<std::string> texts) {
+  constexpr std::size_t kMost = 10;
+  std::string before;
+  if (texts.size() > kMost) {
+    before = absl::StrCat(HumanCount(texts.size() - kMost), " older, ");
+    texts.erase(texts.begin(), texts.end() - kMost);
+  }
+  return before + absl::StrJoin(texts, ", ");
+}
+
+std::string ChainText(const ChainRow& chain) {
+  std::string text =
+      chain.first == chain.last
+          ? absl::StrCat("chain: v", chain.first)
+          : absl::StrCat("chain: v", chain.first, " to v", chain.last, ", ",
+                         HumanCount(chain.versions), " versions");
+  if (!chain.anchors.empty()) {
+    std::vector<std::string> anchors;
+    for (const std::uint64_t step : chain.anchors) {
+      anchors.push_back(absl::StrCat("v", step));
+    }
+    const char* const noun = anchors.size() == 1 ? "anchor " : "anchors ";
+    return absl::StrCat(text, ", to join from ", noun, Tail(std::move(anchors)),
+                        "\n");
+  }
+  return absl::StrCat(text,
+                      chain.first == 0
+                          ? ", for engines that boot with v0\n"
+                          : ", no anchor: for readers that hold a version of "
+                            "it, or the one before\n");
+}
+
+// A reader, what it holds, and whether gc heeds it.
+struct LeaseRow {
+  LeaseEntry entry;
+  LeaseState state = LeaseState::kLive;
+  std::int64_t age_seconds = 0;
+  std::string note;
+};
+
+// Ages are by this host's clock: `ls` writes nothing, not even to ask the
+// storage for its time.
+absl::StatusOr<std::vector<LeaseRow>> LeasesOf(const Store& store,
+                                               const std::vector<Row>& rows,
+                                               std::chrono::seconds lease_ttl) {
+  KEDGE_ASSIGN_OR_RETURN(
+      LeaseListing listing,
+      ReadLeases(*store.fs(), store.path(), store.info().run));
+  const std::int64_t now =
+      std::chrono::duration_cast<std::chrono::nanoseconds>(
+          std::chrono::system_clock::now().time_since_epoch())
+          .count();
+  std::vector<LeaseRow> leases;
+  for (LeaseEntry& entry : listing.leases) {
+    LeaseRow lease;
+    lease.state = StateOfLease(entry, now, lease_ttl);
+    lease.age_seconds = now / 1'000'000'000 - entry.modified_ns / 1'000'000'000;
+    lease.note = std::string(entry.status.message());
+    if (entry.info && entry.info->held) {
+      const VersionId& held = *entry.info->held;
+      for (const Row& row : rows) {
+        if (row.step == held.step && row.why_invalid.ok() && row.id != held) {
+          lease.note = absl::StrCat("superseded: holds another v", held.step,
+                                    " than the one here");
+        }
+      }
+      if (!rows.empty() && held.step > rows.back().step) {
+        lease.note = absl::StrCat("superseded: there is no v", held.step);
+      }
+    }
+    lease.entry = std::move(entry);
+    leases.push_back(std::move(lease));
+  }
+  return leases;
+}
+
+Json JsonOf(const LeaseRow& lease) {
+  Json json;
+  json["reader"] = lease.entry.name;
+  json["state"] = std::string(LeaseStateName(lease.state));
+  json["age_seconds"] = lease.age_seconds;
+  json["oldest_step"] = nullptr;
+  json["held_step"] = nullptr;
+  json["held_manifest_hash"] = nullptr;
+  json["counter"] = nullptr;
+  if (lease.entry.info) {
+    const LeaseInfo& info = *lease.entry.info;
+    json["oldest_step"] = info.oldest_step;
+    if (info.held) {
+      json["held_step"] = info.held->step;
+      json["held_manifest_hash"] = ToHex(info.held->manifest_hash);
+    }
+    json["counter"] = info.counter;
+  }
+  json["note"] = lease.note;
+  return json;
+}
+
 }  // namespace
 
 absl::StatusOr<int> Run(const LsCommand& command) {
@@ -131,6 +267,7 @@ absl::StatusOr<int> Run(const LsCommand& command) {
       const auto base = valid.find(row.base.step);
       if (row.kind == StepKind::kDelta && base != valid.end() &&
           base->second != row.base) {
+        row.state = "fork";
         row.why_invalid = DataLoss(
             {.where = store->StepPath(step),
              .what = "base",
@@ -145,6 +282,11 @@ absl::StatusOr<int> Run(const LsCommand& command) {
     rows.push_back(std::move(row));
   }
   const absl::StatusOr<Head> head = store->ReadHead();
+  // What is damaged elsewhere must not hide the versions.
+  const auto epochs = store->ReadEpochs();
+  const auto leases =
+      LeasesOf(*store, rows, std::chrono::seconds(command.lease_ttl_seconds));
+  const std::vector<ChainRow> chains = ChainsOf(rows);
 
   if (command.json) {
     Json json;
@@ -162,6 +304,34 @@ absl::StatusOr<int> Run(const LsCommand& command) {
     }
     json["steps"] = Json::array();
     for (const Row& row : rows) json["steps"].push_back(JsonOf(row));
+    json["chains"] = Json::array();
+    for (const ChainRow& chain : chains) {
+      json["chains"].push_back({{"first", chain.first},
+                                {"last", chain.last},
+                                {"versions", chain.versions},
+                                {"anchors", chain.anchors}});
+    }
+    json["epochs"] = Json::array();
+    json["epochs_error"] = nullptr;
+    if (epochs.ok()) {
+      for (const EpochInfo& epoch : *epochs) {
+        json["epochs"].push_back(
+            {{"epoch", epoch.epoch},
+             {"resume_step", epoch.resume_step},
+             {"resume_manifest_hash", ToHex(epoch.resume_manifest_hash)}});
+      }
+    } else {
+      json["epochs_error"] = std::string(epochs.status().message());
+    }
+    json["leases"] = Json::array();
+    json["leases_error"] = nullptr;
+    if (leases.ok()) {
+      for (const LeaseRow& lease : *leases) {
+        json["leases"].push_back(JsonOf(lease));
+      }
+    } else {
+      json["leases_error"] = std::string(leases.status().message());
+    }
     KEDGE_RETURN_IF_ERROR(PrintJson(json));
     return kExitOk;
   }
@@ -205,7 +375,48 @@ absl::StatusOr<int> Run(const LsCommand& command) {
                          ", epoch ", head->epoch)
           : std::string(head.status().message()),
       "\n");
-  KEDGE_RETURN_IF_ERROR(Print(Printable(text) + table.Text()));
+  std::string below;
+  for (const ChainRow& chain : chains) {
+    below += ChainText(chain);
+  }
+  if (epochs.ok()) {
+    std::vector<std::string> texts;
+    for (const EpochInfo& epoch : *epochs) {
+      texts.push_back(
+          absl::StrCat(epoch.epoch, " from v", epoch.resume_step, " on"));
+    }
+    absl::StrAppend(&below,
+                    "epochs: ", texts.empty() ? "none" : Tail(std::move(texts)),
+                    "\n");
+  } else {
+    absl::StrAppend(&below, "epochs: ", epochs.status().message(), "\n");
+  }
+  std::string lease_text;
+  if (!leases.ok()) {
+    lease_text =
+        Printable(absl::StrCat("leases: ", leases.status().message(), "\n"));
+  } else if (leases->empty()) {
+    lease_text = "leases: none\n";
+  } else {
+    TextTable readers({{"READER"},
+                       {"HOLDS", Align::kRight},
+                       {"NEEDS FROM", Align::kRight},
+                       {"AGE", Align::kRight},
+                       {"LEASE"},
+                       {"NOTE"}});
+    for (const LeaseRow& lease : *leases) {
+      const auto& info = lease.entry.info;
+      readers.Add(
+          {lease.entry.name,
+           info && info->held ? absl::StrCat("v", info->held->step) : "-",
+           info ? absl::StrCat("v", info->oldest_step) : "-",
+           absl::StrCat(lease.age_seconds, " s"),
+           std::string(LeaseStateName(lease.state)), lease.note});
+    }
+    lease_text = readers.Text();
+  }
+  KEDGE_RETURN_IF_ERROR(
+      Print(Printable(text) + table.Text() + Printable(below) + lease_text));
   return kExitOk;
 }
 

@@ -87,7 +87,7 @@ class Program {
         "CKPT is a .safetensors file or a directory in the Hugging Face "
         "layout.\n`kedge COMMAND --help` explains a command. Exit status: 0 "
         "done, 1 an error (on stderr), 2 wrong usage; fsck: 4 findings, 8 "
-        "could not check.");
+        "could not check; wait: 3 not in time.");
     AddInit();
     AddPublish();
     AddLs();
@@ -95,6 +95,7 @@ class Program {
     AddMaterialize();
     AddFsck();
     AddGc();
+    AddWait();
   }
 
   int Main(int argc, char** argv) {
@@ -128,6 +129,14 @@ class Program {
     sub->callback(
         [this, command] { chosen_ = [command] { return Run(*command); }; });
     return sub;
+  }
+
+  // As gc has it, for those that only look.
+  static void AddLeaseTtl(CLI::App* sub, std::uint64_t* seconds) {
+    sub->add_option("--lease-ttl", *seconds,
+                    "Seconds that a reader's lease counts, as for gc")
+        ->capture_default_str()
+        ->check(WholeNumber(1, std::numeric_limits<std::uint32_t>::max()));
   }
 
   void AddInit() {
@@ -172,14 +181,18 @@ class Program {
   }
 
   void AddLs() {
-    Add("ls", "Lists the versions of a store.",
+    CLI::App* const sub = Add(
+        "ls", "Lists the versions of a store, and who holds what.",
         absl::StrCat(
             "CHANGED counts elements (of 8 bytes: their 4-byte halves), "
             "DENSITY is out of all; BYTES are all files of the step but the "
             "anchor's; BITS/CHANGE are BYTES over CHANGED; COMMITTED is UTC. "
-            "A step that readers would refuse is listed with the reason.\n",
+            "A step that readers would refuse is listed with the reason. Under "
+            "the versions: the chains they form, the epochs of the writer, and "
+            "the leases of readers, whose age is by this host's clock.\n",
             kExitStatusText),
         &ls_);
+    AddLeaseTtl(sub, &ls_.lease_ttl_seconds);
   }
 
   void AddShow() {
@@ -224,6 +237,7 @@ class Program {
     sub->add_flag("--deep", fsck_.deep,
                   "Read every byte, decode every record, and prove each "
                   "anchor equal to the one before plus the deltas");
+    AddLeaseTtl(sub, &fsck_.lease_ttl_seconds);
   }
 
   void AddGc() {
@@ -231,8 +245,9 @@ class Program {
         "gc",
         "Moves the versions that the newest anchors do not need to .trash, and "
         "deletes what has lain there long enough.",
-        absl::StrCat("Steps from the oldest kept anchor on stay, so every "
-                     "chain stays whole.\n",
+        absl::StrCat("Steps from the oldest kept anchor on stay, and those "
+                     "that a reader's lease needs, so every chain stays "
+                     "whole.\n",
                      kExitStatusText),
         &gc_);
     sub->add_option("--keep-anchors", gc_.keep_anchors,
@@ -244,8 +259,30 @@ class Program {
                     "deletes it")
         ->capture_default_str()
         ->check(WholeNumber(0, std::numeric_limits<std::uint32_t>::max()));
+    sub->add_option("--lease-ttl", gc_.lease_ttl_seconds,
+                    "Seconds that a reader's lease counts after it was "
+                    "written; after twice that it is removed")
+        ->capture_default_str()
+        ->check(WholeNumber(1, std::numeric_limits<std::uint32_t>::max()));
     sub->add_flag("--dry-run", gc_.dry_run,
                   "Change nothing, say what would be");
+  }
+
+  void AddWait() {
+    CLI::App* const sub = Add(
+        "wait", "Waits until a version is published, and prints it.",
+        "Any valid version of at least the step will do. STORE itself may not "
+        "be there yet.\n"
+        "Exit status: 0 it is there, 3 it was not there in time, 1 an error "
+        "(on stderr), 2 wrong usage.",
+        &wait_);
+    sub->add_option("--step", wait_.step, "Number of the step")
+        ->required()
+        ->check(WholeNumber(0, kMaxStep));
+    sub->add_option("--timeout", wait_.timeout_seconds,
+                    "Seconds to wait; 0 looks once")
+        ->required()
+        ->check(WholeNumber(0, std::numeric_limits<std::uint32_t>::max()));
   }
 
   CLI::App app_;
@@ -257,6 +294,7 @@ class Program {
   MaterializeCommand materialize_;
   FsckCommand fsck_;
   GcCommand gc_;
+  WaitCommand wait_;
 };
 
 }  // namespace

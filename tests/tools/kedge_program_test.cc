@@ -12,8 +12,12 @@
 #include <filesystem>
 #include <functional>
 #include <map>
+#include <optional>
 #include <random>
+#include <thread>
 
+#include "kedge/engine/io/lease.h"
+#include "kedge/engine/io/store.h"
 #include "kedge/format/limits.h"
 #include "kedge/tests/tools/checkpoint_files.h"
 #include "kedge/tests/tools/program_runner.h"
@@ -196,7 +200,7 @@ TEST_F(KedgeProgramTest, HelpSaysWhatEachCommandDoesAndItsExitStatus) {
   EXPECT_THAT(Ok({"--version"}).out, StartsWith("kedge 0."));
   const std::string all = Ok({"--help"}).out;
   for (const std::string command :
-       {"init", "publish", "ls", "show", "materialize", "fsck", "gc"}) {
+       {"init", "publish", "ls", "show", "materialize", "fsck", "gc", "wait"}) {
     EXPECT_THAT(all, HasSubstr("\n  " + command + " "));
     const std::string help = Ok({command, "--help"}).out;
     EXPECT_THAT(help,
@@ -223,6 +227,10 @@ TEST_F(KedgeProgramTest, WrongUsageExitsWith2AndTouchesNothing) {
       {"materialize", store(), "--step", "1"},
       {"gc", store()},
       {"gc", store(), "--keep-anchors", "0"},
+      {"gc", store(), "--keep-anchors", "1", "--lease-ttl", "0"},
+      {"wait", store(), "--step", "1"},
+      {"wait", store(), "--timeout", "1"},
+      {"wait", store(), "--step", "1", "--timeout", "-1"},
       {"fsck", store(), "--shallow"},
   };
   for (const auto& arguments : wrong) {
@@ -568,6 +576,169 @@ TEST_F(KedgeProgramTest, GcKeepsWhatTheNewestAnchorsNeed) {
   EXPECT_EQ(RunKedge({"fsck", store(), "--deep"}).exit_status, 0);
   // And the store goes on.
   Ok({"publish", store(), Path("w.safetensors"), "--step", "8"});
+}
+
+// ------------------------------------------------------------ who holds what
+
+// A lease as an engine has it; `age_seconds` old.
+void WriteLease(const std::string& store_path, const std::string& reader,
+                std::uint64_t oldest_step, const std::optional<VersionId>& held,
+                int age_seconds = 0) {
+  const auto store = Store::Open(PosixFileSystem(), store_path);
+  ASSERT_TRUE(store.ok()) << store.status();
+  auto lease = Lease::Create(PosixFileSystem(), store_path, reader,
+                             (*store)->info().run);
+  ASSERT_TRUE(lease.ok()) << lease.status();
+  const absl::Status set = (*lease)->Set(oldest_step, held);
+  ASSERT_TRUE(set.ok()) << set;
+  const std::string file = store_path + "/leases/" + reader;
+  fs::last_write_time(
+      file, fs::last_write_time(file) - std::chrono::seconds(age_seconds));
+}
+
+VersionId IdOf(const std::string& store_path, std::uint64_t step) {
+  const auto store = Store::Open(PosixFileSystem(), store_path);
+  return (*(*store)->ReadStep(step))->id;
+}
+
+TEST_F(KedgeProgramTest, LsShowsChainsEpochsForksAndWhoHoldsWhat) {
+  MakeStore(4);
+  const VersionId v4 = IdOf(store(), 4);
+  WriteLease(store(), "engine-a", 2, IdOf(store(), 2));
+  WriteLease(store(), "engine-b", 3, std::nullopt, 1000);
+  Ok({"publish", store(), Path("w.safetensors"), "--step", "4", "--resume"});
+  WriteLease(store(), "engine-c", 4, v4);  // the v4 that was given up
+  temporary_.Write("store/leases/engine-d", "nonsense");
+  fs::remove(store() + "/step_00000001/COMMIT");
+
+  const Json json = OkJson({"ls", store()});
+  EXPECT_EQ(json["epochs"].size(), 5);
+  EXPECT_EQ(json["epochs"][4]["resume_step"], 3);
+  ASSERT_EQ(json["chains"].size(), 2);
+  EXPECT_EQ(json["chains"][0]["last"], 0);
+  EXPECT_EQ(json["chains"][1]["first"], 2);
+  EXPECT_EQ(json["chains"][1]["last"], 4);
+  EXPECT_EQ(json["chains"][1]["anchors"], Json({3}));
+  EXPECT_EQ(json["steps"][1]["state"], "unpublished");
+  EXPECT_EQ(json["steps"][2]["state"], "valid");
+  ASSERT_EQ(json["leases"].size(), 4);
+  EXPECT_EQ(json["leases"][0]["reader"], "engine-a");
+  EXPECT_EQ(json["leases"][0]["state"], "live");
+  EXPECT_EQ(json["leases"][0]["held_step"], 2);
+  EXPECT_EQ(json["leases"][0]["note"], "");
+  EXPECT_EQ(json["leases"][1]["state"], "expired");
+  EXPECT_TRUE(json["leases"][1]["held_step"].is_null());
+  EXPECT_GE(json["leases"][1]["age_seconds"], 1000);
+  EXPECT_THAT(json["leases"][2]["note"].get<std::string>(),
+              HasSubstr("superseded"));
+  EXPECT_EQ(json["leases"][3]["state"], "unreadable");
+
+  EXPECT_EQ(
+      OkJson({"ls", store(), "--lease-ttl", "3600"})["leases"][1]["state"],
+      "live");
+
+  const std::string text = Ok({"ls", store()}).out;
+  EXPECT_THAT(text, HasSubstr("chain: v2 to v4, 3 versions, to join from "
+                              "anchor v3\n"));
+  EXPECT_THAT(text, HasSubstr("5 from v3 on\n"));
+  EXPECT_THAT(text, HasSubstr("engine-a"));
+  EXPECT_THAT(text, HasSubstr("superseded: holds another v4"));
+}
+
+TEST_F(KedgeProgramTest, LsNamesAStepOfAFencedWriter) {
+  MakeStore(2);
+  fs::copy(store() + "/step_00000002", Path("late"),
+           fs::copy_options::recursive);
+  // Another writer goes on from v1; the old one's v2 comes back afterwards.
+  Ok({"publish", store(), Path("w.safetensors"), "--step", "2", "--resume"});
+  fs::remove_all(store() + "/step_00000002");
+  fs::rename(Path("late"), store() + "/step_00000002");
+  const Json json = OkJson({"ls", store()});
+  EXPECT_EQ(json["steps"][2]["state"], "fenced");
+  EXPECT_THAT(Ok({"ls", store()}).out, HasSubstr("fenced"));
+}
+
+TEST_F(KedgeProgramTest, GcSaysWhichLeasesPin) {
+  MakeStore(7);
+  WriteLease(store(), "slow", 4, IdOf(store(), 4));
+  WriteLease(store(), "dead", 1, IdOf(store(), 1), 100);
+  const std::string text =
+      Ok({"gc", store(), "--keep-anchors", "1", "--lease-ttl", "60"}).out;
+  EXPECT_THAT(text, HasSubstr(": v4 and later stay\n"));
+  EXPECT_THAT(text, HasSubstr("pinned by lease slow: holds v4, needs v4 and "
+                              "later, live, "));
+  EXPECT_THAT(text, Not(HasSubstr("dead")));
+  const Json json = OkJson({"gc", store(), "--keep-anchors", "1", "--lease-ttl",
+                            "40", "--grace", "0"});
+  EXPECT_EQ(json["oldest_kept_step"], 4);
+  EXPECT_EQ(json["removed_leases"], Json({"dead"}));
+  EXPECT_EQ(json["leases"][1]["reader"], "slow");
+  EXPECT_EQ(json["leases"][1]["pins"], true);
+  EXPECT_EQ(json["deleted_trash"].size(), 4);
+  EXPECT_EQ(RunKedge({"fsck", store(), "--deep"}).exit_status, 0);
+}
+
+// ----------------------------------------------------------------------- wait
+
+TEST_F(KedgeProgramTest, WaitFindsWhatIsThereAtOnce) {
+  MakeStore(2);
+  for (const char* step : {"0", "1", "2"}) {
+    EXPECT_THAT(Ok({"wait", store(), "--step", step, "--timeout", "0"}).out,
+                StartsWith("v2 ("));
+  }
+  fs::remove(store() + "/HEAD");
+  const Json json = OkJson({"wait", store(), "--step", "2", "--timeout", "0"});
+  EXPECT_EQ(json["version"]["step"], 2);
+  EXPECT_EQ(json["version"]["manifest_hash"],
+            ToHex(IdOf(store(), 2).manifest_hash));
+}
+
+// Report 61: every wait has a deadline and says what it waits for.
+TEST_F(KedgeProgramTest, WaitThatRunsOutSaysWhatItWaitedForAndWhatIsNewest) {
+  MakeStore(1);
+  const ProgramResult late =
+      RunKedge({"wait", store(), "--step", "2", "--timeout", "1", "--json"});
+  EXPECT_EQ(late.exit_status, 3);
+  EXPECT_THAT(late.err, AllOf(HasSubstr(store() + ": waited 1."),
+                              HasSubstr("step 2 or above"),
+                              HasSubstr("newest valid version is v1 (")));
+  const Json json = Json::parse(late.out);
+  EXPECT_TRUE(json["version"].is_null());
+  EXPECT_EQ(json["newest"]["step"], 1);
+  // Damaged ones do not count, whatever HEAD says.
+  fs::remove(store() + "/step_00000001/MANIFEST");
+  const ProgramResult damaged =
+      RunKedge({"wait", store(), "--step", "1", "--timeout", "0"});
+  EXPECT_EQ(damaged.exit_status, 3);
+  EXPECT_THAT(damaged.err, HasSubstr("newest valid version is v0 ("));
+  const ProgramResult none =
+      RunKedge({"wait", Path("none/at/all"), "--step", "1", "--timeout", "0"});
+  EXPECT_EQ(none.exit_status, 3);
+  EXPECT_THAT(none.err, HasSubstr("has no \"none\" yet"));
+  // What waiting cannot mend is an error.
+  temporary_.Write("store/STORE", "nonsense");
+  EXPECT_EQ(
+      RunKedge({"wait", store(), "--step", "1", "--timeout", "9"}).exit_status,
+      1);
+}
+
+// Reports 50 and 51: the store, and the directory it is in, come later.
+TEST_F(KedgeProgramTest, WaitSeesAStoreAndAVersionThatComeLater) {
+  MakeStore(1);
+  fs::rename(store(), Path("elsewhere"));
+  ProgramResult waited;
+  std::thread waiting([&] {
+    waited = RunKedge(
+        {"wait", Path("new/run/store"), "--step", "2", "--timeout", "60"});
+  });
+  fs::create_directories(Path("new/run"));
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  fs::rename(Path("elsewhere"), Path("new/run/store"));
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  Ok({"publish", Path("new/run/store"), Path("w.safetensors"), "--step", "2"});
+  waiting.join();
+  EXPECT_EQ(waited.exit_status, 0) << waited.err;
+  EXPECT_THAT(waited.out, StartsWith("v2 ("));
 }
 
 TEST_F(KedgeProgramTest, AFullDiskBehindStdoutIsAnError) {
