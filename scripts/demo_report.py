@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Judges what a demo reported, and prints it as a table.
 
-Reads trainer.jsonl, whole.jsonl, tp2.jsonl and late.jsonl in a directory.
-Every engine must have seen every version that it was there for, under the
+Reads trainer.jsonl, whole.jsonl, again.jsonl, tp2.jsonl and late.jsonl in a
+directory; again is the engine whole after it was killed. Every engine must have seen every version that it was there for, under the
 trainer's manifest hash, with the trainer's loss and weights to the bit. The
 last line says OK, or NOT OK and what is off; the exit status says it too.
 """
@@ -13,7 +13,7 @@ import os
 import statistics
 import sys
 
-ENGINES = ("whole", "tp2", "late")
+ENGINES = ("whole", "again", "tp2", "late")
 MUST_EQUAL = ("manifest_hash", "loss_bits", "weights_hash")
 
 
@@ -89,7 +89,7 @@ def print_table(trainer, engines, steps):
     print("                                bits a change          trainer, ms   "
           "           engines, apply / verify ms")
     print("step  density     bytes    kedge  entropy  ratio   encode  commit  "
-          "anchor        whole          tp2         late    loss")
+          "anchor        whole        again          tp2         late    loss")
     for step in range(1, steps + 1):
         line = trainer.get(step, {})
         anchor = line.get("anchor_ms", 0)
@@ -169,6 +169,7 @@ def main():
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--anchor-every", type=int, default=3)
     parser.add_argument("--late-step", type=int, default=11)
+    parser.add_argument("--kill-step", type=int, default=8)
     parser.add_argument("--fsck-status", type=int, default=0)
     parser.add_argument("--seconds", type=int, help="how long the run took")
     options = parser.parse_args()
@@ -183,14 +184,18 @@ def main():
     }
     check_trainer(trainer, options, problems)
     for name in ENGINES:
-        first = options.late_step if name == "late" else 0
+        first = {"late": options.late_step,
+                 "again": options.kill_step}.get(name, 0)
+        last = options.kill_step - 1 if name == "whole" else options.steps
         check_engine(name, engines[name], trainer,
-                     list(range(first, options.steps + 1)), problems)
+                     list(range(first, last + 1)), problems)
         check_join(name, engines[name], first, first % options.anchor_every,
                    problems)
-    if options.late_step % options.anchor_every == 0:
-        problems.append(f"late: v{options.late_step} has an anchor: choose a "
-                        "step without one")
+    for name, step in (("late", options.late_step),
+                       ("again", options.kill_step)):
+        if step % options.anchor_every == 0:
+            problems.append(f"{name}: v{step} has an anchor: choose a step "
+                            "without one")
     if options.fsck_status != 0:
         problems.append(
             f"kedge fsck --deep: exit status: expected 0, found "
@@ -206,7 +211,8 @@ def main():
         print(f"NOT OK: {len(problems)} problems; the first: {problems[0]}")
         return 1
     took = "" if options.seconds is None else f" ({options.seconds} s)"
-    print(f"OK: whole and tp2 at v0 to v{options.steps} and late from "
+    print(f"OK: whole (killed in the update to v{options.kill_step} and "
+          f"started again) and tp2 at v0 to v{options.steps} and late from "
           f"v{options.late_step} on have the trainer's loss and weights, bit "
           f"for bit; fsck --deep is clean{took}")
     return 0

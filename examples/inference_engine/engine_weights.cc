@@ -67,7 +67,7 @@ absl::StatusOr<std::unique_ptr<EngineWeights>> EngineWeights::Create(
     return static_cast<std::size_t>((place.row_end - place.row_begin) *
                                     (place.col_end - place.col_begin));
   };
-  const auto buffer = [&](const Place& place) -> std::vector<std::uint16_t>& {
+  const auto buffer = [&](const Place& place) -> Buffer& {
     return weights->ranks_[place.rank]->buffers[place.buffer];
   };
   // Buffers get their full size first: addresses must not move afterwards.

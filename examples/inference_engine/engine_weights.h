@@ -15,19 +15,22 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "kedge/examples/model/weight_view.h"
+#include "kedge/examples/run/shared_memory.h"
 #include "kedge/reader/weight_set.h"
 
 namespace kedge::example {
 
 enum class WeightLayout {
   kWhole,  // one set, each tensor by itself
-  // Two tensor-parallel ranks in one process, each a set. A rank has half of
-  // the rows of q, k and v, packed into one buffer, and of gate and up, packed
-  // likewise; half of the columns of o_proj and down_proj; half of the rows of
-  // the embedding and the head. Norms are held once, by rank 0.
+  // Two tensor-parallel ranks, each a set, in one process or in two. A rank has
+  // half of the rows of q, k and v, packed into one buffer, and of gate and up,
+  // packed likewise; half of the columns of o_proj and down_proj; half of the
+  // rows of the embedding and the head. Norms are held once, by rank 0.
   kTensorParallel2,
 };
 
+// The memory is shared with processes that are forked later.
+//
 // Thread safety: const methods may run concurrently.
 class EngineWeights {
  public:
@@ -39,7 +42,11 @@ class EngineWeights {
   EngineWeights(const EngineWeights&) = delete;
   EngineWeights& operator=(const EngineWeights&) = delete;
 
+  // Of all ranks, or of one.
   std::vector<const WeightSet*> sets() const;
+  std::vector<const WeightSet*> sets(std::size_t rank) const {
+    return {&ranks_[rank]->set};
+  }
   const WeightView& view() const { return view_; }
 
  private:
@@ -52,10 +59,11 @@ class EngineWeights {
     std::int64_t col_begin = 0;
     std::int64_t col_end = 0;
   };
+  using Buffer = std::vector<std::uint16_t, SharedAllocator<std::uint16_t>>;
   struct Rank {
     explicit Rank(std::string name) : set(std::move(name)) {}
     WeightSet set;
-    std::map<std::string, std::vector<std::uint16_t>> buffers;
+    std::map<std::string, Buffer> buffers;
   };
 
   EngineWeights() = default;

@@ -3,6 +3,7 @@
 // memory that kedge keeps up to date.
 
 #include <chrono>
+#include <csignal>
 #include <cstdint>
 #include <cstdio>
 #include <memory>
@@ -18,6 +19,7 @@
 #include "kedge/examples/model/text.h"
 #include "kedge/examples/run/measurement.h"
 #include "kedge/examples/run/progress.h"
+#include "kedge/examples/run/rank_group.h"
 #include "kedge/examples/run/report.h"
 #include "kedge/examples/run/run_description.h"
 #include "kedge/format/hash.h"
@@ -36,6 +38,8 @@ struct Options {
   std::string join = "boot";
   std::uint64_t join_after = 0;
   std::uint64_t until = 20;
+  std::uint32_t processes = 1;
+  std::uint64_t kill_at = 0;  // 0: never
   std::vector<std::string> text;
   int threads = 1;
   std::string report;
@@ -56,15 +60,18 @@ class InferenceEngine {
         timeout_(std::chrono::seconds(options.timeout_seconds)) {}
 
   absl::Status Run() {
-    KEDGE_ASSIGN_OR_RETURN(report_, Report::Create(options_.report));
     KEDGE_RETURN_IF_ERROR(LearnRun());
+    KEDGE_ASSIGN_OR_RETURN(group_,
+                           RankGroup::Fork(options_.processes, timeout_));
+    KEDGE_ASSIGN_OR_RETURN(
+        report_, Report::Create(group_->rank() == 0 ? options_.report : ""));
     KEDGE_RETURN_IF_ERROR(Join());
     while (follower_->held()->step < options_.until) {
       KEDGE_ASSIGN_OR_RETURN(const UpdateResult result,
                              follower_->WaitForUpdate(timeout_));
       KEDGE_RETURN_IF_ERROR(Tell(result));
     }
-    return absl::OkStatus();
+    return group_->Finish();
   }
 
  private:
@@ -114,8 +121,19 @@ class InferenceEngine {
     // drop what it has cached here; this one has to see the versions that an
     // update passes through as well.
     options.commit = [this](const VersionId& version) { OnCommit(version); };
+    if (group_->size() > 1) {
+      options.group.rank = group_->rank();
+      options.group.size = group_->size();
+      options.group.reduce = [this](std::span<std::uint64_t> values) {
+        return group_->AllReduce(values);
+      };
+    }
+    options.lease_id = absl::StrCat(options_.name, ".", group_->rank());
     KEDGE_ASSIGN_OR_RETURN(
-        follower_, Follower::Open(std::move(options), weights_->sets()));
+        follower_,
+        Follower::Open(std::move(options), group_->size() > 1
+                                               ? weights_->sets(group_->rank())
+                                               : weights_->sets()));
     KEDGE_ASSIGN_OR_RETURN(
         const UpdateResult result,
         options_.join == "late" ? follower_->Join() : follower_->JoinStep(0));
@@ -123,6 +141,11 @@ class InferenceEngine {
   }
 
   void OnCommit(const VersionId& version) {
+    if (options_.kill_at != 0 && version.step == options_.kill_at) {
+      std::raise(SIGKILL);
+    }
+    // One rank reads all ranks' weights: a loss in one fixed order.
+    if (group_->rank() != 0) return;
     const Clock::time_point start = Clock::now();
     absl::StatusOr<Measurement> measurement =
         Measure(*model_, weights_->view(), evaluation_);
@@ -135,6 +158,7 @@ class InferenceEngine {
   // Reports what the last update did. One update may have passed through
   // several versions; its figures then stand with the last one.
   absl::Status Tell(const UpdateResult& result) {
+    if (group_->rank() != 0) return absl::OkStatus();
     KEDGE_RETURN_IF_ERROR(measure_status_);
     if (follower_->state() != FollowerState::kReady || seen_.empty() ||
         seen_.back().version != result.version) {
@@ -182,6 +206,7 @@ class InferenceEngine {
   Batch evaluation_;
   std::unique_ptr<Model> model_;
   std::unique_ptr<EngineWeights> weights_;
+  std::unique_ptr<RankGroup> group_;
   std::unique_ptr<Follower> follower_;
   // Filled by commit, emptied by Tell.
   std::vector<Seen> seen_;
@@ -212,6 +237,13 @@ int Main(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--until", options.until, "Version to stop at")
       ->capture_default_str();
+  app.add_option("--processes", options.processes,
+                 "With --weights tp2: 1 or 2, a process for each rank")
+      ->check(CLI::Range(1, 2))
+      ->capture_default_str();
+  app.add_option("--kill-at", options.kill_at,
+                 "Dies by SIGKILL in the pause in which this version, above 0, "
+                 "comes");
   app.add_option("--text", options.text,
                  "The trainer's files (default: the licences Debian ships)");
   app.add_option("--threads", options.threads,
@@ -227,6 +259,13 @@ int Main(int argc, char** argv) {
       ->check(CLI::Range(1, 86'400))
       ->capture_default_str();
   CLI11_PARSE(app, argc, argv);
+  if (options.processes > 1 && options.weights != "tp2") {
+    std::fprintf(stderr,
+                 "kedge_example_engine: --processes %u: expected --weights "
+                 "tp2, found %s\n",
+                 options.processes, options.weights.c_str());
+    return 2;
+  }
 
   const absl::Status status = InferenceEngine(options).Run();
   if (status.ok()) return 0;

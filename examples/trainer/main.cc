@@ -20,11 +20,13 @@
 #include "kedge/examples/model/trainer.h"
 #include "kedge/examples/run/measurement.h"
 #include "kedge/examples/run/progress.h"
+#include "kedge/examples/run/rank_group.h"
 #include "kedge/examples/run/report.h"
 #include "kedge/examples/run/run_description.h"
 #include "kedge/examples/trainer/step_statistics.h"
 #include "kedge/format/hash.h"
 #include "kedge/format/status.h"
+#include "kedge/writer/file_coordinator.h"
 #include "kedge/writer/snapshot_writer.h"
 
 namespace kedge::example {
@@ -46,6 +48,7 @@ struct Options {
   std::string progress;
   std::vector<std::string> wait_for;
   std::int64_t timeout_seconds = 240;
+  std::uint32_t ranks = 1;
 };
 
 double MillisecondsSince(Clock::time_point start) {
@@ -83,7 +86,23 @@ absl::Status WarmUp(const Options& options, Trainer& trainer) {
   return absl::OkStatus();
 }
 
-std::vector<TrainerTensor> TensorsOf(const Trainer& trainer) {
+// What rank `rank` publishes of a tensor: whole rows, as sharded optimizers have
+// it, one part for rank 0, two for rank 1, and so on.
+ElementRange ShardOf(const TensorSpec& spec, std::uint32_t rank,
+                     std::uint32_t ranks) {
+  const bool vector = spec.shape.size() == 1;
+  const auto rows =
+      static_cast<std::uint64_t>(vector ? spec.cols() : spec.rows());
+  const auto row = static_cast<std::uint64_t>(vector ? 1 : spec.cols());
+  const auto end = [&](std::uint64_t of) {
+    const std::uint64_t all = std::uint64_t{ranks} * (ranks + 1) / 2;
+    return rows * (of * (of + 1) / 2) / all * row;
+  };
+  return {end(rank), end(rank + 1)};
+}
+
+std::vector<TrainerTensor> TensorsOf(const Trainer& trainer,
+                                     const RankGroup& ranks) {
   std::vector<TrainerTensor> tensors;
   for (std::size_t i = 0; i < trainer.tensors().size(); ++i) {
     const TensorSpec& spec = trainer.tensors()[i];
@@ -91,6 +110,10 @@ std::vector<TrainerTensor> TensorsOf(const Trainer& trainer) {
     tensor.name = spec.name;
     tensor.shape.assign(spec.shape.begin(), spec.shape.end());
     tensor.data = trainer.bf16(i).data();
+    if (ranks.size() > 1) {
+      tensor.shard = ShardOf(spec, ranks.rank(), ranks.size());
+      tensor.data = trainer.bf16(i).data() + tensor.shard->begin;
+    }
     tensors.push_back(std::move(tensor));
   }
   return tensors;
@@ -136,8 +159,6 @@ absl::Status Train(const Options& options) {
   }
   const std::chrono::milliseconds timeout =
       std::chrono::seconds(options.timeout_seconds);
-  KEDGE_ASSIGN_OR_RETURN(const std::unique_ptr<Report> report,
-                         Report::Create(options.report));
   KEDGE_ASSIGN_OR_RETURN(
       Text text,
       Text::Load(options.text.empty() ? Text::DefaultPaths() : options.text));
@@ -147,20 +168,39 @@ absl::Status Train(const Options& options) {
   KEDGE_ASSIGN_OR_RETURN(const std::unique_ptr<Trainer> trainer,
                          Trainer::Create(options.training, std::move(text)));
   KEDGE_RETURN_IF_ERROR(WarmUp(options, *trainer));
+
+  // From here on each rank computes the same steps, as replicas of one batch
+  // do, and publishes its shard of the weights. Rank 0 speaks for all.
+  KEDGE_ASSIGN_OR_RETURN(const std::unique_ptr<RankGroup> ranks,
+                         RankGroup::Fork(options.ranks, timeout));
+  const bool speaks = ranks->rank() == 0;
+  if (!speaks) engines.clear();
+  KEDGE_ASSIGN_OR_RETURN(const std::unique_ptr<Report> report,
+                         Report::Create(speaks ? options.report : ""));
   const auto measure = [&] {
     return Measure(trainer->model(), trainer->view(), evaluation);
   };
 
   WriterOptions writer_options;
   writer_options.store_path = options.store;
+  std::unique_ptr<FileCoordinator> coordinator;
+  if (ranks->size() > 1) {
+    FileCoordinatorOptions meeting;
+    meeting.store_path = options.store;
+    meeting.rank = ranks->rank();
+    meeting.world_size = ranks->size();
+    meeting.deadline = timeout;
+    KEDGE_ASSIGN_OR_RETURN(coordinator, FileCoordinator::Open(meeting));
+    writer_options.coordinator = coordinator.get();
+  }
   InitOptions init;
   init.metadata = ToMetadata(Describe(shape, evaluation));
-  KEDGE_ASSIGN_OR_RETURN(
-      const std::unique_ptr<SnapshotWriter> writer,
-      SnapshotWriter::Create(writer_options, init, TensorsOf(*trainer)));
+  KEDGE_ASSIGN_OR_RETURN(const std::unique_ptr<SnapshotWriter> writer,
+                         SnapshotWriter::Create(writer_options, init,
+                                                TensorsOf(*trainer, *ranks)));
   KEDGE_ASSIGN_OR_RETURN(Measurement measurement, measure());
   KEDGE_RETURN_IF_ERROR(report->Append(LineOf(writer->held(), measurement)));
-  std::printf("v0: loss %.6f\n", measurement.loss);
+  if (speaks) std::printf("v0: loss %.6f\n", measurement.loss);
   std::fflush(stdout);
   KEDGE_RETURN_IF_ERROR(WaitForEngines(timeout, options.progress, engines, 0));
 
@@ -178,6 +218,8 @@ absl::Status Train(const Options& options) {
     for (const std::string& warning : published.warnings) {
       std::fprintf(stderr, "warning: %s\n", warning.c_str());
     }
+
+    if (!speaks) continue;
 
     StepStatistics statistics;
     for (std::size_t i = 0; i < before.size(); ++i) {
@@ -205,7 +247,7 @@ absl::Status Train(const Options& options) {
     KEDGE_RETURN_IF_ERROR(
         WaitForEngines(timeout, options.progress, engines, step));
   }
-  return absl::OkStatus();
+  return ranks->Finish();
 }
 
 int Main(int argc, char** argv) {
@@ -248,6 +290,10 @@ int Main(int argc, char** argv) {
   app.add_option("--batch", model.batch, "Sequences in a batch")
       ->capture_default_str();
   app.add_option("--threads", model.threads, "1 or 2; no result depends on it")
+      ->capture_default_str();
+  app.add_option("--ranks", options.ranks,
+                 "Processes that publish a shard of the weights each")
+      ->check(CLI::Range(1, 16))
       ->capture_default_str();
   app.add_option("--report", options.report,
                  "File for a JSON line about each version");

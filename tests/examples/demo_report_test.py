@@ -16,6 +16,7 @@ import unittest
 JUDGE = sys.argv.pop(1)
 STEPS = 4
 LATE = 2
+KILL = 2
 
 
 def good_run():
@@ -27,9 +28,9 @@ def good_run():
             "weights_hash": f"w{version}",
         }
 
-    def engine(first):
+    def engine(first, last=STEPS):
         lines = []
-        for version in range(first, STEPS + 1):
+        for version in range(first, last + 1):
             joined = version == first
             lines.append({
                 "version": version, **seen(version), "joined": joined,
@@ -45,8 +46,8 @@ def good_run():
             "anchor_bytes": 2000 if step % 3 == 0 else 0,
             "bits_per_change": 32.0, "entropy_bits_per_change": 9.0,
             "bytes_to_entropy": 32 / 9})
-    return {"trainer": trainer, "whole": engine(0), "tp2": engine(0),
-            "late": engine(LATE)}
+    return {"trainer": trainer, "whole": engine(0, KILL - 1),
+            "again": engine(KILL), "tp2": engine(0), "late": engine(LATE)}
 
 
 class DemoReportTest(unittest.TestCase):
@@ -60,7 +61,8 @@ class DemoReportTest(unittest.TestCase):
                         file.write(json.dumps(line) + "\n")
             result = subprocess.run(
                 [sys.executable, JUDGE, directory, "--steps", str(STEPS),
-                 "--anchor-every", "3", "--late-step", str(LATE), *more],
+                 "--anchor-every", "3", "--late-step", str(LATE),
+                 "--kill-step", str(KILL), *more],
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                 check=False)
         return result.returncode, result.stdout.strip().splitlines()[-1]
@@ -77,14 +79,15 @@ class DemoReportTest(unittest.TestCase):
         self.assertTrue(last.startswith("OK: "), last)
 
     def test_one_bit_of_a_loss_is_found(self):
-        for name in ("whole", "tp2", "late"):
+        for name in ("whole", "again", "tp2", "late"):
             for member in ("loss_bits", "weights_hash", "manifest_hash"):
                 run = good_run()
                 run[name][-1][member] += "1"
-                self.refused(run, f"{name}: v4: {member}")
+                last = run[name][-1]["version"]
+                self.refused(run, f"{name}: v{last}: {member}")
 
     def test_missing_version_is_found(self):
-        for name in ("whole", "tp2", "late"):
+        for name in ("whole", "again", "tp2", "late"):
             run = good_run()
             del run[name][1]
             self.refused(run, f"{name}: expected v")
@@ -101,6 +104,11 @@ class DemoReportTest(unittest.TestCase):
         run = good_run()
         run["tp2"].append(copy.deepcopy(run["tp2"][-1]))
         self.refused(run, "told twice")
+
+    def test_restarted_engine_that_did_not_join_is_found(self):
+        run = good_run()
+        run["again"][0]["joined"] = False
+        self.refused(run, "again: v2: expected a join")
 
     def test_late_engine_that_did_not_join_late_is_found(self):
         run = good_run()
