@@ -156,12 +156,17 @@ absl::StatusOr<std::string> ReadSmallFile(const std::string& path,
   return content;
 }
 
-absl::StatusOr<std::vector<std::string>> ListSafetensors(
-    const std::string& path) {
+// Names of .safetensors files, and of all others.
+struct Listing {
+  std::vector<std::string> safetensors;
+  std::vector<std::string> others;
+};
+absl::StatusOr<Listing> ListDirectory(const std::string& path) {
   const std::unique_ptr<DIR, int (*)(DIR*)> directory(::opendir(path.c_str()),
                                                       ::closedir);
   if (directory == nullptr) return SystemError(errno, path, "opendir");
-  std::vector<std::string> names;
+  Listing listing;
+  std::vector<std::string>& names = listing.safetensors;
   for (;;) {
     errno = 0;
     const dirent* const entry = ::readdir(directory.get());
@@ -171,7 +176,14 @@ absl::StatusOr<std::vector<std::string>> ListSafetensors(
     }
     const absl::string_view name(entry->d_name);
     // Hidden files are what other programs are still writing or have left.
-    if (!absl::EndsWith(name, kSuffix) || name[0] == '.') continue;
+    if (name[0] == '.') continue;
+    if (!absl::EndsWith(name, kSuffix)) {
+      if (name != kCheckpointIndexName &&
+          listing.others.size() < kMaxCheckpointFiles) {
+        listing.others.emplace_back(name);
+      }
+      continue;
+    }
     if (names.size() == kMaxCheckpointFiles) {
       return absl::InvalidArgumentError(Describe(
           {path, "directory",
@@ -181,7 +193,8 @@ absl::StatusOr<std::vector<std::string>> ListSafetensors(
     names.emplace_back(name);
   }
   std::sort(names.begin(), names.end());
-  return names;
+  std::sort(listing.others.begin(), listing.others.end());
+  return listing;
 }
 
 // Without an index the names alone tell that a file of name-00002-of-00003 is
@@ -331,8 +344,9 @@ absl::Status Checkpoint::OpenFile(absl::string_view path,
 }
 
 absl::Status Checkpoint::OpenDirectory() {
-  KEDGE_ASSIGN_OR_RETURN(const std::vector<std::string> present,
-                         ListSafetensors(path_));
+  KEDGE_ASSIGN_OR_RETURN(Listing listing, ListDirectory(path_));
+  const std::vector<std::string>& present = listing.safetensors;
+  other_files_ = std::move(listing.others);
   const bool has_single =
       std::binary_search(present.begin(), present.end(), kSingleName);
 

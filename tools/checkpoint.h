@@ -93,6 +93,9 @@ class Checkpoint {
   const std::optional<std::string>& index_json() const { return index_json_; }
   // Names of .safetensors files in the directory that are no part of it.
   std::span<const std::string> unused_files() const { return unused_files_; }
+  // Names of the other files in the directory (config.json, the tokenizer, ...),
+  // which a store does not keep.
+  std::span<const std::string> other_files() const { return other_files_; }
 
   // nullptr if there is no such tensor. O(log n).
   const CheckpointTensor* Find(absl::string_view name) const;
@@ -115,6 +118,7 @@ class Checkpoint {
   std::vector<CheckpointTensor> tensors_;
   std::optional<std::string> index_json_;
   std::vector<std::string> unused_files_;
+  std::vector<std::string> other_files_;
 };
 
 }  // namespace kedge

@@ -1,4 +1,5 @@
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "kedge/engine/io/store.h"
 #include "kedge/format/status.h"
 #include "kedge/tools/checkpoint.h"
@@ -50,6 +51,10 @@ absl::StatusOr<int> Run(const InitCommand& command) {
     for (const std::string& name : checkpoint.unused_files()) {
       json["unused_files"].push_back(name);
     }
+    json["other_files"] = Json::array();
+    for (const std::string& name : checkpoint.other_files()) {
+      json["other_files"].push_back(name);
+    }
     KEDGE_RETURN_IF_ERROR(PrintJson(json));
     return kExitOk;
   }
@@ -62,6 +67,11 @@ absl::StatusOr<int> Run(const InitCommand& command) {
   for (const std::string& name : checkpoint.unused_files()) {
     absl::StrAppend(&text, "  not used: ", name, ", which the index of ",
                     command.checkpoint, " does not name\n");
+  }
+  if (const auto others = checkpoint.other_files(); !others.empty()) {
+    absl::StrAppend(&text, "  not kept: ", absl::StrJoin(others, ", "),
+                    "; a store holds tensors: copy these to what `kedge "
+                    "materialize` writes\n");
   }
   KEDGE_RETURN_IF_ERROR(Print(Printable(text)));
   return kExitOk;

@@ -201,6 +201,12 @@ absl::StatusOr<std::unique_ptr<SnapshotWriter>> SnapshotWriter::Create(
     std::vector<TrainerTensor> tensors) {
   KEDGE_ASSIGN_OR_RETURN(const TensorTable table,
                          AgreeOnTable(options.coordinator, tensors));
+  if (table.size() == 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(options.store_path,
+                     ": expected the tensors of a model, found none; pass the "
+                     "trainer's tensors"));
+  }
   KEDGE_ASSIGN_OR_RETURN(
       MemorySource live,
       MemorySource::Bind(table, tensors, OthersOf(options.coordinator)));

@@ -363,8 +363,10 @@ absl::StatusOr<StoreInfo> BeginStore(FileSystem& fs, const std::string& path,
     return absl::AlreadyExistsError(absl::StrCat(
         path, ": expected an empty or missing directory, found ",
         present.size(), " entries, the first \"", present.front(),
-        "\"; choose another path, or remove it (a store without the file ",
-        kStoreFileName, " is an init that did not finish)"));
+        "\"; to go on with a run that is there, open it (SnapshotWriter::Open, "
+        "`kedge publish`); for a new one choose another path (a store without "
+        "the file ",
+        kStoreFileName, " is an init that did not finish: remove it)"));
   }
   for (const char* directory :
        {kEpochsDirectoryName, kStagingDirectoryName, kTrashDirectoryName,
@@ -1248,6 +1250,13 @@ absl::Status StoreWriter::AddAnchor(TensorSource& source,
     });
     unknown = anchor->staging().outcome_unknown();
     KEDGE_RETURN_IF_ERROR(published);
+    if (const absl::Status& synced = anchor->staging().parent_sync_status();
+        !synced.ok()) {
+      result->warnings.push_back(absl::StrCat(
+          "the anchor of v", state_.id.step,
+          " is published, but may not outlive a power loss: ",
+          synced.message()));
+    }
     anchor_bytes = anchor->total_bytes();
     return absl::OkStatus();
   };

@@ -57,8 +57,8 @@ struct LineRequests {
 struct DecoderScratch {
   DecodedTile tiles[2];
   LineRequests requests;
-  // For each unit whether list B names it; all zero between tiles.
-  std::uint8_t marks[kTileUnits] = {};
+  // A bit for each unit: whether list B names it. All zero between tiles.
+  std::uint32_t marks[kTileUnits / 32] = {};
   // The parts of a list's gaps.
   std::uint16_t zeros[kTileUnits + kVectorSlack];
   std::uint16_t fields[kTileUnits + kVectorSlack];
@@ -309,6 +309,35 @@ HWY_INLINE std::uint64_t JoinGaps(const std::uint16_t* HWY_RESTRICT fields,
 #endif
 }
 
+// Whether one of `count` entries is of a unit that `marks` has a bit for.
+HWY_INLINE bool AnyMarked(const std::uint16_t* HWY_RESTRICT entries,
+                          std::uint32_t count,
+                          const std::uint32_t* HWY_RESTRICT marks) {
+  std::uint32_t any = 0;
+  std::uint32_t i = 0;
+#if HWY_TARGET != HWY_SCALAR
+  const hn::ScalableTag<std::int32_t> d;
+  const hn::RebindToUnsigned<decltype(d)> du;
+  const hn::Rebind<std::uint16_t, decltype(d)> half;
+  const auto lanes = static_cast<std::uint32_t>(hn::Lanes(d));
+  const auto low_bits = hn::Set(du, 31u);
+  auto found = hn::Zero(du);
+  for (; i + lanes <= count; i += lanes) {
+    const auto unit =
+        hn::ShiftRight<1>(hn::PromoteTo(du, hn::LoadU(half, entries + i)));
+    const auto word =
+        hn::GatherIndex(du, marks, hn::BitCast(d, hn::ShiftRight<5>(unit)));
+    found = hn::Or(found, hn::Shr(word, hn::And(unit, low_bits)));
+  }
+  any = hn::GetLane(hn::SumOfLanes(du, hn::And(found, hn::Set(du, 1u))));
+#endif
+  for (; i < count; ++i) {
+    const std::uint32_t unit = entries[i] >> 1;
+    any |= marks[unit / 32] >> (unit % 32) & 1;
+  }
+  return any != 0;
+}
+
 // Decodes a list whose lows begin at bit `low_bit` and whose unary part at
 // `*unary_bit`, which moves behind it.
 TileProblem DecodeList(const std::uint8_t* bytes, std::uint64_t low_bit,
@@ -384,15 +413,15 @@ TileProblem DecodeSparseTile(const TileView& view, std::uint32_t units,
     if (highest >= unit_bits) return TileProblem::kExponent;
     if (largest >> unit_bits != 0) return TileProblem::kDifference;
 
-    std::uint8_t both = 0;
-    for (std::uint32_t i = 0; i < nb; ++i)
-      scratch->marks[tile->b()[i] >> 1] = 1;
-    for (std::uint32_t i = 0; i < na; ++i) {
-      both |= scratch->marks[tile->a()[i] >> 1];
+    for (std::uint32_t n = 0; n < nb; ++n) {
+      const std::uint32_t unit = tile->b()[n] >> 1;
+      scratch->marks[unit / 32] |= std::uint32_t{1} << (unit % 32);
     }
-    for (std::uint32_t i = 0; i < nb; ++i)
-      scratch->marks[tile->b()[i] >> 1] = 0;
-    if (both != 0) return TileProblem::kUnitInBothLists;
+    const bool both = AnyMarked(tile->a(), na, scratch->marks);
+    for (std::uint32_t n = 0; n < nb; ++n) {
+      scratch->marks[(tile->b()[n] >> 1) / 32] = 0;
+    }
+    if (both) return TileProblem::kUnitInBothLists;
   }
   if ((bit + 7) / 8 != view.payload.size()) return TileProblem::kPlanes;
   if ((bit & 7) != 0 && (bytes[bit >> 3] >> (bit & 7)) != 0) {

@@ -20,6 +20,32 @@ struct Committed {
   std::vector<std::byte> manifest;
 };
 
+// What to say of a place without the file STORE.
+absl::Status NoStore(FileSystem& fs, absl::string_view path) {
+  const auto names = fs.List(path);
+  if (absl::IsNotFound(names.status())) {
+    return absl::NotFoundError(absl::StrCat(
+        "\"", path, "\": no kedge store: no such directory; check the path"));
+  }
+  const bool was_one =
+      names.ok() && std::any_of(names->begin(), names->end(),
+                                [](const std::string& name) {
+                                  return name == kHeadFileName ||
+                                         name == kEpochsDirectoryName ||
+                                         ParseStepDirectoryName(name);
+                                });
+  if (was_one) {
+    return absl::NotFoundError(absl::StrCat(
+        path, ": the file ", kStoreFileName,
+        " of this kedge store is missing: an init that did not finish, or a "
+        "damaged store; run `kedge fsck`"));
+  }
+  return absl::NotFoundError(absl::StrCat(
+      path, ": no kedge store: the file ", kStoreFileName,
+      " is missing; check the path, or make one with `kedge init` or "
+      "SnapshotWriter::Create"));
+}
+
 // Reads COMMIT and MANIFEST of `directory` and checks them against each other.
 absl::StatusOr<Committed> ReadCommitted(const Store& store,
                                         const std::string& directory,
@@ -30,9 +56,13 @@ absl::StatusOr<Committed> ReadCommitted(const Store& store,
   auto commit_bytes = ReadFile(fs, commit_path, 2 * kCommitBytes);
   if (absl::IsNotFound(commit_bytes.status())) {
     return absl::NotFoundError(
-        absl::StrCat(directory,
-                     ": no COMMIT: this directory was never published; readers "
-                     "pass it over"));
+        fs.Stat(directory).ok()
+            ? absl::StrCat(directory,
+                           ": no COMMIT: this directory was never published; "
+                           "readers pass it over")
+            : absl::StrCat(directory,
+                           ": not there: pruned, given up by a resume, or not "
+                           "published yet; `kedge ls` shows what is"));
   }
   if (!commit_bytes.ok()) return commit_bytes.status();
   Committed result;
@@ -127,9 +157,7 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Open(FileSystem* fs,
   const std::string store_file = JoinPath(path, kStoreFileName);
   auto bytes = ReadFile(*fs, store_file, 2 * kStoreBytes);
   if (absl::IsNotFound(bytes.status())) {
-    return absl::NotFoundError(
-        absl::StrCat(path, ": no kedge store: ", kStoreFileName,
-                     " is missing; create one with `kedge init` or InitStore"));
+    return NoStore(*fs, path);
   }
   if (!bytes.ok()) return bytes.status();
   KEDGE_ASSIGN_OR_RETURN(const StoreInfo info, ParseStore(store_file, *bytes));

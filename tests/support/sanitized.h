@@ -9,6 +9,9 @@ inline constexpr bool kSanitized = true;
 inline constexpr bool kSanitized = false;
 #endif
 
+// From one broken operation to the next: every one, or some under sanitizers.
+inline constexpr int kFaultStride = kSanitized ? 3 : 1;
+
 // How many of `all` repetitions to run. Sanitizer builds look for another kind
 // of fault, which shows early, and are an order of magnitude slower.
 constexpr int Rounds(int all) { return kSanitized ? (all + 9) / 10 : all; }

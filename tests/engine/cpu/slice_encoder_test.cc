@@ -13,6 +13,7 @@
 #include "kedge/format/codec.h"
 #include "kedge/format/l61.h"
 #include "kedge/tests/engine/cpu/cpu_test_support.h"
+#include "kedge/tests/support/sanitized.h"
 
 namespace kedge {
 namespace {
@@ -66,7 +67,7 @@ TEST(SliceEncoderTest, EqualsThePlainEncoder) {
     for (const Shape& shape : testing::TestShapes()) {
       const TileGrid grid = MakeTileGrid(shape, 1);
       for (const std::uint32_t unit_bytes : {1u, 2u, 4u}) {
-        for (int round = 0; round < 4; ++round) {
+        for (int round = 0; round < Rounds(4); ++round) {
           std::mt19937_64 rng(++seed);
           const UnitRange slice = RandomSlice(rng, grid);
           const double densities[] = {0, 0.0001, 0.001, 0.01, 0.05, 0.3, 1};
