@@ -117,6 +117,7 @@ absl::Status AnchorWriter::WriteSlices(TensorSource& source,
           layout_->first_piece[s] + run.within_slice / kPieceBytes);
       const PieceKey key{run_, step_, id, piece};
       std::uint64_t hash;
+      std::uint64_t sum = 0;
       if (run.gathered) {
         // Hashed and summed from the copy, so that what is vouched for is what
         // is written.
@@ -124,10 +125,15 @@ absl::Status AnchorWriter::WriteSlices(TensorSource& source,
         std::memcpy(to, data.data(), bytes);
         data = {to, bytes};
         hash = HashPiece(run_, step_, id, piece, data);
+        sum = summer.Sum(byte_begin, data);
       } else {
-        KEDGE_ASSIGN_OR_RETURN(hash, WritePiece(file, run.offset, data, key));
+        KEDGE_ASSIGN_OR_RETURN(
+            hash, WritePiece(file, run.offset, data, key,
+                             [&](std::uint64_t at, auto block) {
+                               sum = L61Add(sum,
+                                            summer.Sum(byte_begin + at, block));
+                             }));
       }
-      const std::uint64_t sum = summer.Sum(byte_begin, data);
       piece_hashes_[run.file][piece] = hash;
       const std::lock_guard<std::mutex> lock(mutex);
       l61_[slice.tensor] = L61Add(l61_[slice.tensor], sum);

@@ -31,15 +31,16 @@ absl::Status CheckHash(absl::string_view path, std::uint64_t offset,
 
 absl::StatusOr<std::uint64_t> WritePiece(File& file, std::uint64_t offset,
                                          std::span<const std::byte> bytes,
-                                         const PieceKey& key) {
+                                         const PieceKey& key,
+                                         const BlockVisitor& also) {
   PieceHasher hasher(key.run, key.step, key.file, key.piece);
-  while (!bytes.empty()) {
+  for (std::size_t at = 0; at < bytes.size();) {
     const std::span<const std::byte> block =
-        bytes.first(std::min(bytes.size(), kHashBlockBytes));
+        bytes.subspan(at, std::min(bytes.size() - at, kHashBlockBytes));
     hasher.Update(block);
-    KEDGE_RETURN_IF_ERROR(WriteAll(file, offset, block));
-    offset += block.size();
-    bytes = bytes.subspan(block.size());
+    if (also) also(at, block);
+    KEDGE_RETURN_IF_ERROR(WriteAll(file, offset + at, block));
+    at += block.size();
   }
   return hasher.Finish();
 }

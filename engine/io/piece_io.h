@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 
 #include "absl/status/status.h"
@@ -28,10 +29,14 @@ struct PieceKey {
 inline constexpr std::size_t kHashBlockBytes = std::size_t{256} << 10;
 
 // Writes `bytes` at `offset` and returns their piece hash (HashPiece). May run
-// for several pieces of one file at once.
+// for several pieces of one file at once. `also`, if given, sees each block,
+// which starts `at` bytes into the piece, while the cache holds it.
+using BlockVisitor =
+    std::function<void(std::uint64_t at, std::span<const std::byte> block)>;
 absl::StatusOr<std::uint64_t> WritePiece(File& file, std::uint64_t offset,
                                          std::span<const std::byte> bytes,
-                                         const PieceKey& key);
+                                         const PieceKey& key,
+                                         const BlockVisitor& also = nullptr);
 
 // Fills `out` from `offset` and checks it. Announces the whole piece to the
 // file system first, so that its blocks are one large read for the storage.
