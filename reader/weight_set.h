@@ -12,7 +12,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "kedge/engine/cpu/box_target.h"
+#include "kedge/format/box_target.h"
 #include "kedge/format/tensor_table.h"
 
 namespace kedge {

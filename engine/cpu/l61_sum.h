@@ -8,7 +8,7 @@
 #include <memory>
 #include <span>
 
-#include "kedge/engine/cpu/box_target.h"
+#include "kedge/format/box_target.h"
 #include "kedge/format/l61.h"
 #include "kedge/format/tile_grid.h"
 

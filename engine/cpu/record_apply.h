@@ -9,7 +9,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "kedge/engine/cpu/box_target.h"
+#include "kedge/format/box_target.h"
 #include "kedge/format/l61.h"
 #include "kedge/format/limits.h"
 #include "kedge/format/tile_grid.h"

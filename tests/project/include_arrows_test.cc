@@ -42,27 +42,40 @@ std::string LayerOf(const std::string& path) {
 
 const std::set<std::string>& LayersBelow(const std::string& layer) {
   static const std::set<std::string> format = {"format"};
-  static const std::set<std::string> engine = {"format", "engine/io",
-                                               "engine/cpu", "engine/cuda"};
+  static const std::set<std::string> on_device = {"format", "engine/device"};
+  static const std::set<std::string> engine = {
+      "format", "engine/io", "engine/device", "engine/cpu", "engine/cuda"};
   static const std::set<std::string> libraries = {
-      "format", "engine/io", "engine/cpu", "engine/cuda", "writer", "reader"};
+      "format",      "engine/io", "engine/device", "engine/cpu",
+      "engine/cuda", "writer",    "reader"};
   static const std::set<std::string> tests = {
-      "format", "engine/io", "engine/cpu", "engine/cuda", "writer", "reader",
-      "capi",   "python",    "tools",      "examples",    "bench"};
+      "format",      "engine/io", "engine/device", "engine/cpu",
+      "engine/cuda", "writer",    "reader",        "capi",
+      "python",      "tools",     "examples",      "bench"};
   static const std::set<std::string> none;
   static const std::map<std::string, const std::set<std::string>&> below = {
-      {"format", none},        {"engine/io", format}, {"engine/cpu", format},
-      {"engine/cuda", format}, {"writer", engine},    {"reader", engine},
-      {"capi", libraries},     {"python", libraries}, {"tools", libraries},
-      {"examples", libraries}, {"bench", libraries},  {"tests", tests}};
+      {"format", none},
+      {"engine/io", format},
+      {"engine/device", format},
+      {"engine/cpu", on_device},
+      {"engine/cuda", on_device},
+      {"writer", engine},
+      {"reader", engine},
+      {"capi", libraries},
+      {"python", libraries},
+      {"tools", libraries},
+      {"examples", libraries},
+      {"bench", libraries},
+      {"tests", tests}};
   const auto found = below.find(layer);
   return found == below.end() ? none : found->second;
 }
 
 const std::set<std::string>& Layers() {
   static const std::set<std::string> layers = {
-      "format", "engine/io", "engine/cpu", "engine/cuda", "writer", "reader",
-      "capi",   "python",    "tools",      "examples",    "bench",  "tests"};
+      "format",   "engine/io", "engine/device", "engine/cpu", "engine/cuda",
+      "writer",   "reader",    "capi",          "python",     "tools",
+      "examples", "bench",     "tests"};
   return layers;
 }
 
@@ -235,10 +248,13 @@ TEST(IncludeArrowsTest, EveryArrowThatIsNotDrawnIsFound) {
   const std::map<std::string, std::set<std::string>> drawn = {
       {"format", {}},
       {"engine/io", {"format"}},
-      {"engine/cpu", {"format"}},
-      {"engine/cuda", {"format"}},
-      {"writer", {"format", "engine/io", "engine/cpu", "engine/cuda"}},
-      {"reader", {"format", "engine/io", "engine/cpu", "engine/cuda"}}};
+      {"engine/cpu", {"format", "engine/device"}},
+      {"engine/device", {"format"}},
+      {"engine/cuda", {"format", "engine/device"}},
+      {"writer",
+       {"format", "engine/io", "engine/device", "engine/cpu", "engine/cuda"}},
+      {"reader",
+       {"format", "engine/io", "engine/device", "engine/cpu", "engine/cuda"}}};
   for (const std::string& from : Layers()) {
     for (const std::string& to : Layers()) {
       const auto arrows = drawn.find(from);

@@ -1,10 +1,12 @@
-#ifndef KEDGE_ENGINE_CPU_BOX_TARGET_H_
-#define KEDGE_ENGINE_CPU_BOX_TARGET_H_
+#ifndef KEDGE_FORMAT_BOX_TARGET_H_
+#define KEDGE_FORMAT_BOX_TARGET_H_
 
-// Where a part of a tensor lies in this process's memory.
+// Where a part of a tensor lies in memory, of the host or of a device.
 
 #include <cstddef>
 #include <cstdint>
+
+#include "kedge/format/host_device.h"
 
 namespace kedge {
 
@@ -23,23 +25,23 @@ struct BoxTarget {
   std::uint32_t unit_bytes = 0;         // 1, 2 or 4
   std::uint32_t units_per_element = 1;  // 1 or 2
 
-  bool Contains(std::uint64_t row, std::uint64_t col) const {
+  KEDGE_HOST_DEVICE bool Contains(std::uint64_t row, std::uint64_t col) const {
     return row >= row_begin && row < row_end && col >= col_begin &&
            col < col_end;
   }
   // The address of a unit inside the box.
-  std::byte* At(std::uint64_t row, std::uint64_t col) const {
+  KEDGE_HOST_DEVICE std::byte* At(std::uint64_t row, std::uint64_t col) const {
     const std::uint64_t c = col - col_begin;
     return data +
            static_cast<std::int64_t>(row - row_begin) * row_stride_bytes +
            static_cast<std::int64_t>(c / units_per_element) * col_stride_bytes +
            static_cast<std::int64_t>((c % units_per_element) * unit_bytes);
   }
-  std::uint64_t unit_count() const {
+  KEDGE_HOST_DEVICE std::uint64_t unit_count() const {
     return (row_end - row_begin) * (col_end - col_begin);
   }
   // Whether a row's units follow each other without a gap.
-  bool rows_are_contiguous() const {
+  KEDGE_HOST_DEVICE bool rows_are_contiguous() const {
     return col_stride_bytes ==
            static_cast<std::int64_t>(unit_bytes * units_per_element);
   }
@@ -47,4 +49,4 @@ struct BoxTarget {
 
 }  // namespace kedge
 
-#endif  // KEDGE_ENGINE_CPU_BOX_TARGET_H_
+#endif  // KEDGE_FORMAT_BOX_TARGET_H_
