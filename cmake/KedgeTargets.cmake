@@ -19,11 +19,15 @@ if(KEDGE_MOLD AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
 endif()
 
 add_library(kedge_options INTERFACE)
+set(host $<NOT:$<COMPILE_LANGUAGE:CUDA>>)  # nvcc spells options its own way
+set(host_gnu $<AND:${host},$<CXX_COMPILER_ID:GNU>>)
 target_compile_options(kedge_options INTERFACE
-  -Wall -Wextra $<$<CXX_COMPILER_ID:GNU>:-Wshadow=local> -Wno-missing-field-initializers
+  $<${host}:-Wall> $<${host}:-Wextra> $<${host_gnu}:-Wshadow=local> $<${host}:-Wno-missing-field-initializers>
   # g++ 12 sees uninitialised reads in StatusOr, and overlaps in std::string, where
   # there are none, once they are inlined deeply.
-  $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized -Wno-restrict>)
+  $<${host_gnu}:-Wno-maybe-uninitialized> $<${host_gnu}:-Wno-restrict>)
+unset(host)
+unset(host_gnu)
 if(KEDGE_SANITIZE)
   add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${KEDGE_SANITIZE}>
                       $<$<COMPILE_LANGUAGE:CXX>:-fno-omit-frame-pointer>)
@@ -109,10 +113,13 @@ function(kedge_install)
   include(CMakePackageConfigHelpers)
   set(destination ${CMAKE_INSTALL_LIBDIR}/cmake/kedge)
   install(EXPORT kedge-targets NAMESPACE kedge:: DESTINATION ${destination})
+  if(TARGET kedge_cuda)
+    set(KEDGE_FIND_CUDA "find_dependency(CUDAToolkit)")
+  endif()
   configure_package_config_file(cmake/kedge-config.cmake.in ${CMAKE_CURRENT_BINARY_DIR}/kedge-config.cmake
     INSTALL_DESTINATION ${destination})
   write_basic_package_version_file(${CMAKE_CURRENT_BINARY_DIR}/kedge-config-version.cmake
     COMPATIBILITY SameMinorVersion)
   install(FILES ${CMAKE_CURRENT_BINARY_DIR}/kedge-config.cmake ${CMAKE_CURRENT_BINARY_DIR}/kedge-config-version.cmake
-    DESTINATION ${destination})
+    DESTINATION ${destination} COMPONENT capi)  # which is nothing without them
 endfunction()

@@ -167,7 +167,7 @@ struct ApplyBatch {
   std::uint64_t tile_limit = ~std::uint64_t{0};
   const ApplyTile* tiles = nullptr;  // [tile_count]
   std::uint64_t tile_count = 0;
-  const ApplyRecord* records = nullptr;  // [record_count]
+  const struct ApplyRecord* records = nullptr;  // [record_count]
   std::uint32_t record_count = 0;
   const BoxTarget* boxes = nullptr;  // data points into device memory
   // Whole 8-byte words may be read beyond a payload's end: 16 bytes behind the
