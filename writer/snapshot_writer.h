@@ -16,6 +16,8 @@
 
 namespace kedge {
 
+class SnapshotSource;
+
 struct PublishOptions {
   bool anchor = false;  // also write every byte, after the step is published
   const Metadata* metadata = nullptr;  // null: as before
@@ -73,8 +75,6 @@ class SnapshotWriter {
   std::uint64_t snapshot_bytes() const;
 
  private:
-  class SnapshotSource;
-
   SnapshotWriter(Coordinator* coordinator, std::unique_ptr<StoreWriter> writer,
                  MemorySource live, std::unique_ptr<SnapshotSource> snapshot);
 

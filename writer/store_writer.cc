@@ -143,19 +143,28 @@ absl::Status SumSource(IoPool* pool, const TensorTable& table,
   return batch.Wait();
 }
 
+// Opens this rank's part of a root step.
+absl::Status OpenRoot(const Place& place, const TensorTable& table,
+                      const AnchorLayout& layout, StagedRoot* root) {
+  KEDGE_ASSIGN_OR_RETURN(root->staging,
+                         StagingDirectory::Create(place.fs, place.staging));
+  KEDGE_ASSIGN_OR_RETURN(
+      root->anchor, AnchorWriter::Create(
+                        place.fs, JoinPath(place.staging, kAnchorDirectoryName),
+                        place.pool, place.run, place.step, &table, &layout));
+  return absl::OkStatus();
+}
+
 // Writes and seals this rank's part of a root step (`layout` null: sums alone).
 absl::Status StageRoot(const Place& place, const TensorTable& table,
                        const AnchorLayout* layout, TensorSource& source,
                        const L61Summer& summer, StagedRoot* root) {
-  KEDGE_ASSIGN_OR_RETURN(root->staging,
-                         StagingDirectory::Create(place.fs, place.staging));
   if (layout == nullptr) {
+    KEDGE_ASSIGN_OR_RETURN(root->staging,
+                           StagingDirectory::Create(place.fs, place.staging));
     return SumSource(place.pool, table, source, summer, &root->part);
   }
-  KEDGE_ASSIGN_OR_RETURN(
-      root->anchor, AnchorWriter::Create(
-                        place.fs, JoinPath(place.staging, kAnchorDirectoryName),
-                        place.pool, place.run, place.step, &table, layout));
+  KEDGE_RETURN_IF_ERROR(OpenRoot(place, table, *layout, root));
   KEDGE_RETURN_IF_ERROR(root->anchor->WriteSlices(source, summer));
   KEDGE_ASSIGN_OR_RETURN(root->part, root->anchor->Seal());
   return absl::OkStatus();
@@ -869,47 +878,69 @@ absl::Status StoreWriter::CommitStep(StagingDirectory& staging,
   return absl::OkStatus();
 }
 
-struct StoreWriter::DeltaPart {
-  std::unique_ptr<StagingDirectory> staging;
-  RankFragment fragment;
-  double encode_seconds = 0;
-  Clock::time_point encoded;
-};
+StoreWriter::DeltaAttempt::DeltaAttempt(StoreWriter* writer, std::uint64_t step,
+                                        std::uint64_t attempt, std::string path)
+    : writer_(writer),
+      step_(step),
+      attempt_(attempt),
+      path_(std::move(path)),
+      start_(Clock::now()) {}
 
-absl::Status StoreWriter::WriteDelta(std::uint64_t step, std::uint64_t attempt,
-                                     TensorSource& old_source,
-                                     TensorSource& new_source,
-                                     const RecordSink& sink, DeltaPart* part) {
-  const auto start = Clock::now();
+StoreWriter::DeltaAttempt::~DeltaAttempt() { Drop(); }
+
+void StoreWriter::DeltaAttempt::Drop() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  segments_.reset();  // writes into the directory until then
+  staging_.reset();
+}
+
+absl::StatusOr<SegmentWriter*> StoreWriter::DeltaAttempt::Stage() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (segments_ == nullptr) {
+    KEDGE_ASSIGN_OR_RETURN(
+        staging_, StagingDirectory::Create(writer_->staging_fs_, path_));
+    segments_ = std::make_unique<SegmentWriter>(
+        staging_.get(), &writer_->io_pool_, writer_->store_->info().run, step_,
+        writer_->group_.rank(), writer_->options_.segment_files);
+  }
+  return segments_.get();
+}
+
+absl::Status StoreWriter::DeltaAttempt::Add(
+    const DeltaRecord& record, std::span<const std::byte> padded_record) {
+  KEDGE_ASSIGN_OR_RETURN(SegmentWriter* const segments, Stage());
+  KEDGE_ASSIGN_OR_RETURN(const SegmentWriter::Location location,
+                         segments->Add(padded_record));
+  DeltaRecord entry = record;
+  entry.file = location.file;
+  entry.offset = location.offset;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  records_.push_back(entry);
+  return absl::OkStatus();
+}
+
+std::unique_ptr<StoreWriter::DeltaAttempt> StoreWriter::BeginDelta(
+    std::uint64_t step) {
+  const std::uint64_t attempt = attempt_++;
+  return std::unique_ptr<DeltaAttempt>(new DeltaAttempt(
+      this, step, attempt, StagingPath(step, FileKind::kSegment, attempt)));
+}
+
+absl::StatusOr<std::vector<OwnedSlice>> StoreWriter::Encode(
+    DeltaAttempt& attempt, TensorSource& old_source, TensorSource& new_source,
+    const RecordSink& sink) {
   const TensorTable& table = *state_.table;
-  const std::string path = StagingPath(step, FileKind::kSegment, attempt);
-  KEDGE_ASSIGN_OR_RETURN(part->staging,
-                         StagingDirectory::Create(staging_fs_, path));
-  SegmentWriter segments(part->staging.get(), &io_pool_, store_->info().run,
-                         step, group_.rank(), options_.segment_files);
-
-  RankFragment& fragment = part->fragment;
-  fragment.run = store_->info().run;
-  fragment.epoch = epoch_;
-  fragment.step = step;
-  fragment.attempt = attempt;
-  fragment.rank = group_.rank();
-  fragment.world_size = group_.world_size();
-  fragment.table_hash = table.hash();
-  fragment.base = state_.id;
-
-  const std::vector<TensorSlice> slices = SplitOwned(
-      table, Intersect(OwnedOf(table, old_source), OwnedOf(table, new_source)),
-      options_.slice_units);
+  std::vector<OwnedSlice> owned =
+      Intersect(OwnedOf(table, old_source), OwnedOf(table, new_source));
+  const std::vector<TensorSlice> slices =
+      SplitOwned(table, owned, options_.slice_units);
   std::atomic<std::size_t> next_slice{0};
   std::atomic<bool> failed{false};
-  std::mutex mutex;  // guards fragment.records
   const auto encode = [&]() -> absl::Status {
     SliceEncoder encoder(summer_.key());
     std::vector<std::byte> old_scratch;
     std::vector<std::byte> new_scratch;
     std::vector<std::byte> record;
-    std::vector<DeltaRecord> records;
     while (!failed.load(std::memory_order_relaxed)) {
       const std::size_t i = next_slice.fetch_add(1, std::memory_order_relaxed);
       if (i >= slices.size()) break;
@@ -929,22 +960,15 @@ absl::Status StoreWriter::WriteDelta(std::uint64_t step, std::uint64_t attempt,
           encoder.Encode(spec.grid(), slice.units, unit_bytes, old_bytes.data(),
                          new_bytes.data(), &record);
       if (encoded.nnz == 0) continue;
-      KEDGE_ASSIGN_OR_RETURN(const SegmentWriter::Location location,
-                             segments.Add(record));
       DeltaRecord entry;
       entry.tensor = slice.tensor;
       entry.slice = slice.units;
-      entry.file = location.file;
-      entry.offset = location.offset;
       entry.bytes = static_cast<std::uint32_t>(encoded.record_bytes);
       entry.nnz = encoded.nnz;
       entry.l61 = encoded.l61;
-      records.push_back(entry);
+      KEDGE_RETURN_IF_ERROR(attempt.Add(entry, record));
       if (sink) sink(slice.tensor, slice.units, record, encoded.record_bytes);
     }
-    const std::lock_guard<std::mutex> lock(mutex);
-    fragment.records.insert(fragment.records.end(), records.begin(),
-                            records.end());
     return absl::OkStatus();
   };
   {
@@ -958,32 +982,51 @@ absl::Status StoreWriter::WriteDelta(std::uint64_t step, std::uint64_t attempt,
     }
     KEDGE_RETURN_IF_ERROR(batch.Wait());
   }
-  KEDGE_ASSIGN_OR_RETURN(fragment.files, segments.Finish());
-  part->encoded = Clock::now();
-  part->encode_seconds = SecondsSince(start);
+  return owned;
+}
 
-  std::sort(fragment.records.begin(), fragment.records.end(),
+absl::Status StoreWriter::SealDelta(DeltaAttempt& attempt,
+                                    std::vector<OwnedSlice> owned,
+                                    RankFragment* fragment) {
+  fragment->run = store_->info().run;
+  fragment->epoch = epoch_;
+  fragment->step = attempt.step_;
+  fragment->attempt = attempt.attempt_;
+  fragment->rank = group_.rank();
+  fragment->world_size = group_.world_size();
+  fragment->table_hash = state_.table->hash();
+  fragment->base = state_.id;
+  // An empty rank, too, has a directory to commit.
+  KEDGE_ASSIGN_OR_RETURN(SegmentWriter* const segments, attempt.Stage());
+  KEDGE_ASSIGN_OR_RETURN(fragment->files, segments->Finish());
+  std::sort(owned.begin(), owned.end(),
+            [](const OwnedSlice& a, const OwnedSlice& b) {
+              return std::tie(a.tensor, a.slice.begin) <
+                     std::tie(b.tensor, b.slice.begin);
+            });
+  for (const OwnedSlice& slice : owned) {
+    if (!fragment->owned.empty() &&
+        fragment->owned.back().tensor == slice.tensor &&
+        fragment->owned.back().slice.end == slice.slice.begin) {
+      fragment->owned.back().slice.end = slice.slice.end;
+    } else {
+      fragment->owned.push_back({slice.tensor, slice.slice});
+    }
+  }
+  const std::lock_guard<std::mutex> lock(attempt.mutex_);
+  fragment->records = attempt.records_;
+  std::sort(fragment->records.begin(), fragment->records.end(),
             [](const DeltaRecord& a, const DeltaRecord& b) {
               return std::tie(a.tensor, a.slice.begin) <
                      std::tie(b.tensor, b.slice.begin);
             });
-  for (const TensorSlice& slice : slices) {
-    if (!fragment.owned.empty() &&
-        fragment.owned.back().tensor == slice.tensor &&
-        fragment.owned.back().slice.end == slice.units.begin) {
-      fragment.owned.back().slice.end = slice.units.end;
-    } else {
-      fragment.owned.push_back({slice.tensor, slice.units});
-    }
-  }
-  KEDGE_RETURN_IF_ERROR(part->staging->SealFiles(io_pool_));
-  return SyncShared(*store_->fs(), group_, path);
+  KEDGE_RETURN_IF_ERROR(attempt.staging_->SealFiles(io_pool_));
+  return SyncShared(*store_->fs(), group_, attempt.path_);
 }
 
-absl::Status StoreWriter::CommitDelta(std::span<const RankFragment> fragments,
-                                      StagingDirectory& staging,
-                                      const Metadata* metadata,
-                                      StepOutcome* outcome) {
+absl::Status StoreWriter::CommitFragments(
+    std::span<const RankFragment> fragments, StagingDirectory& staging,
+    const Metadata* metadata, StepOutcome* outcome) {
   const TensorTable& table = *state_.table;
   KEDGE_ASSIGN_OR_RETURN(StepManifest manifest,
                          MergeFragments(fragments, table, state_.l61));
@@ -1005,25 +1048,50 @@ absl::StatusOr<PublishResult> StoreWriter::PublishDelta(
     std::uint64_t step, TensorSource& old_source, TensorSource& new_source,
     const Metadata* metadata, const RecordSink& sink) {
   KEDGE_RETURN_IF_ERROR(CheckUsable());
-  const std::uint64_t attempt = attempt_++;
-  DeltaPart part;
+  std::unique_ptr<DeltaAttempt> attempt = BeginDelta(step);
+  std::vector<OwnedSlice> owned;
   absl::Status written = CheckMayPublish(step);
+  attempt->checked_ = true;
   if (written.ok()) {
-    written = FencedOr(
-        WriteDelta(step, attempt, old_source, new_source, sink, &part), step);
+    auto encoded = Encode(*attempt, old_source, new_source, sink);
+    if (encoded.ok()) {
+      owned = *std::move(encoded);
+    } else {
+      written = FencedOr(encoded.status(), step);
+    }
   }
+  return CommitDelta(std::move(attempt), written, std::move(owned), metadata);
+}
+
+absl::StatusOr<PublishResult> StoreWriter::CommitDelta(
+    std::unique_ptr<DeltaAttempt> attempt, const absl::Status& written,
+    std::vector<OwnedSlice> owned, const Metadata* metadata) {
+  KEDGE_RETURN_IF_ERROR(CheckUsable());
+  const std::uint64_t step = attempt->step_;
+  RankFragment fragment;
+  absl::Status sealed = written;
+  if (!attempt->checked_) {
+    sealed = sealed.ok() ? CheckMayPublish(step) : FencedOr(sealed, step);
+  }
+  if (sealed.ok()) {
+    sealed = FencedOr(SealDelta(*attempt, std::move(owned), &fragment), step);
+  }
+  const auto encoded = Clock::now();
+  const auto commit = [&](std::span<const RankFragment> fragments,
+                          StepOutcome* outcome) {
+    const std::lock_guard<std::mutex> lock(attempt->mutex_);
+    return FencedOr(
+        CommitFragments(fragments, *attempt->staging_, metadata, outcome),
+        step);
+  };
 
   StepOutcome outcome;
   if (group_.alone()) {
-    KEDGE_RETURN_IF_ERROR(written);
-    KEDGE_RETURN_IF_ERROR(
-        FencedOr(CommitDelta(std::span(&part.fragment, 1), *part.staging,
-                             metadata, &outcome),
-                 step));
+    KEDGE_RETURN_IF_ERROR(sealed);
+    KEDGE_RETURN_IF_ERROR(commit(std::span(&fragment, 1), &outcome));
   } else {
-    const RankGroup::Piece mine = PieceOf(written, [&] {
-      return SerializeRankFragment(part.fragment, *state_.table);
-    });
+    const RankGroup::Piece mine = PieceOf(
+        sealed, [&] { return SerializeRankFragment(fragment, *state_.table); });
     const Verdict verdict = group_.Agree(
         absl::StrCat("fragments of v", step), mine,
         [&](std::span<const std::vector<std::byte>> pieces) -> Verdict {
@@ -1032,15 +1100,11 @@ absl::StatusOr<PublishResult> StoreWriter::PublishDelta(
                 return ParseRankFragment(where, bytes);
               });
           if (!fragments.ok()) return {fragments.status(), {}};
-          const absl::Status status = FencedOr(
-              CommitDelta(*fragments, *part.staging, metadata, &outcome), step);
+          const absl::Status status = commit(*fragments, &outcome);
           if (!status.ok()) return {status, {}, outcome_unknown_};
           return {status, SerializeStepOutcome(outcome)};
         },
-        [&] {
-          part.staging.reset();
-          RemoveDead(StagingPath(step, FileKind::kSegment, attempt));
-        });
+        [&] { Abandon(std::move(attempt)); });
     KEDGE_RETURN_IF_ERROR(Take(verdict));
     RemoveDeadAgain();
     if (!group_.leads()) {
@@ -1055,12 +1119,22 @@ absl::StatusOr<PublishResult> StoreWriter::PublishDelta(
   }
   Advance(outcome);
   PublishResult result = ResultOf(outcome);
-  result.encode_seconds = part.encode_seconds;
-  result.commit_seconds = SecondsSince(part.encoded);
+  result.encode_seconds =
+      std::chrono::duration<double>(encoded - attempt->start_).count();
+  result.commit_seconds = SecondsSince(encoded);
   return result;
 }
 
+void StoreWriter::Abandon(std::unique_ptr<DeltaAttempt> attempt) {
+  if (attempt == nullptr) return;
+  attempt->Drop();
+  if (!group_.alone() && group_.leads()) RemoveDead(attempt->path_);
+}
+
 struct StoreWriter::RootPart {
+  Clock::time_point start;
+  std::uint64_t attempt = 0;
+  absl::Status planned;
   Place place;
   std::vector<OwnedSlice> owned;
   AnchorLayout layout;
@@ -1068,8 +1142,7 @@ struct StoreWriter::RootPart {
 };
 
 absl::StatusOr<const AnchorLayout*> StoreWriter::LayoutOf(
-    const TensorSource& source) {
-  std::vector<OwnedSlice> owned = OwnedOf(*state_.table, source);
+    std::vector<OwnedSlice> owned) {
   if (!layout_ || !SameSlices(owned, layout_owned_)) {
     layout_.reset();
     AnchorLayoutOptions layout_options;
@@ -1082,34 +1155,58 @@ absl::StatusOr<const AnchorLayout*> StoreWriter::LayoutOf(
   return &*layout_;
 }
 
+std::unique_ptr<StoreWriter::RootPart> StoreWriter::PlanRoot(
+    std::uint64_t step, const TensorTable& table,
+    std::vector<OwnedSlice> owned) {
+  const std::uint64_t attempt = attempt_++;
+  auto root = std::make_unique<RootPart>();
+  root->start = Clock::now();
+  root->place.fs = staging_fs_;
+  root->place.pool = &io_pool_;
+  root->place.staging = StagingPath(step, FileKind::kSegment, attempt);
+  root->place.target = store_->StepPath(step);
+  root->place.run = store_->info().run;
+  root->place.epoch = epoch_;
+  root->place.step = step;
+  root->attempt = attempt;
+  root->owned = std::move(owned);
+  root->planned = [&]() -> absl::Status {
+    AnchorLayoutOptions layout_options;
+    layout_options.anchor_file_bytes = options_.anchor_file_bytes;
+    layout_options.rank = group_.rank();
+    KEDGE_ASSIGN_OR_RETURN(root->layout,
+                           PlanAnchor(table, layout_options, root->owned));
+    return absl::OkStatus();
+  }();
+  return root;
+}
+
 absl::StatusOr<PublishResult> StoreWriter::PublishRoot(
     std::uint64_t step, const TensorTable& table, TensorSource& source,
     const Metadata& metadata) {
   KEDGE_RETURN_IF_ERROR(CheckUsable());
-  const auto start = Clock::now();
-  const std::uint64_t attempt = attempt_++;
-  RootPart root;
-  root.place.fs = staging_fs_;
-  root.place.pool = &io_pool_;
-  root.place.staging = StagingPath(step, FileKind::kSegment, attempt);
-  root.place.target = store_->StepPath(step);
-  root.place.run = store_->info().run;
-  root.place.epoch = epoch_;
-  root.place.step = step;
+  std::unique_ptr<RootPart> root =
+      PlanRoot(step, table, OwnedOf(table, source));
   const absl::Status written = [&]() -> absl::Status {
     KEDGE_RETURN_IF_ERROR(CheckMayPublish(step));
-    AnchorLayoutOptions layout_options;
-    layout_options.anchor_file_bytes = options_.anchor_file_bytes;
-    layout_options.rank = group_.rank();
-    root.owned = OwnedOf(table, source);
-    KEDGE_ASSIGN_OR_RETURN(root.layout,
-                           PlanAnchor(table, layout_options, root.owned));
-    KEDGE_RETURN_IF_ERROR(StageRoot(root.place, table, &root.layout, source,
-                                    summer_, &root.staged));
-    return SyncShared(*store_->fs(), group_,
-                      JoinPath(root.place.staging, kAnchorDirectoryName));
+    KEDGE_RETURN_IF_ERROR(root->planned);
+    return StageRoot(root->place, table, &root->layout, source, summer_,
+                     &root->staged);
   }();
-  const double anchor_seconds = SecondsSince(start);
+  return CommitRootPart(std::move(root), written,
+                        std::make_shared<const TensorTable>(table), metadata);
+}
+
+absl::StatusOr<PublishResult> StoreWriter::CommitRootPart(
+    std::unique_ptr<RootPart> root, const absl::Status& written,
+    std::shared_ptr<const TensorTable> shared_table, const Metadata& metadata) {
+  const TensorTable& table = *shared_table;
+  const std::uint64_t step = root->place.step;
+  const std::string anchor_path =
+      JoinPath(root->place.staging, kAnchorDirectoryName);
+  absl::Status sealed = written;
+  if (sealed.ok()) sealed = SyncShared(*store_->fs(), group_, anchor_path);
+  const double anchor_seconds = SecondsSince(root->start);
 
   const auto commit_start = Clock::now();
   StepOutcome outcome;
@@ -1117,13 +1214,12 @@ absl::StatusOr<PublishResult> StoreWriter::PublishRoot(
     KEDGE_RETURN_IF_ERROR(CheckFileRanks(parts));
     KEDGE_ASSIGN_OR_RETURN(const AnchorPart whole,
                            MergeAnchorParts(parts, table));
-    KEDGE_RETURN_IF_ERROR(CheckOthersFiles(
-        *store_->fs(), JoinPath(root.place.staging, kAnchorDirectoryName),
-        whole.files, group_.rank()));
-    KEDGE_RETURN_IF_ERROR(
-        EnsureTable(*store_->fs(), store_->path(), table,
-                    JoinPath(store_->PathOf(kStagingDirectoryName),
-                             absl::StrCat("table.", epoch_, ".", attempt))));
+    KEDGE_RETURN_IF_ERROR(CheckOthersFiles(*store_->fs(), anchor_path,
+                                           whole.files, group_.rank()));
+    KEDGE_RETURN_IF_ERROR(EnsureTable(
+        *store_->fs(), store_->path(), table,
+        JoinPath(store_->PathOf(kStagingDirectoryName),
+                 absl::StrCat("table.", epoch_, ".", root->attempt))));
     StepManifest manifest;
     manifest.run = store_->info().run;
     manifest.epoch = epoch_;
@@ -1131,11 +1227,11 @@ absl::StatusOr<PublishResult> StoreWriter::PublishRoot(
     manifest.base = state_.id;
     manifest.metadata = metadata;
     std::vector<std::byte> manifest_bytes;
-    KEDGE_RETURN_IF_ERROR(FinishRoot(root.place, table, whole, &root.staged,
+    KEDGE_RETURN_IF_ERROR(FinishRoot(root->place, table, whole, &root->staged,
                                      &manifest, &manifest_bytes,
                                      &outcome.anchor_bytes));
     KEDGE_RETURN_IF_ERROR(
-        CommitStep(*root.staged.staging, manifest, table, &outcome));
+        CommitStep(*root->staged.staging, manifest, table, &outcome));
     for (std::size_t i = 0; i < table.size(); ++i) {
       outcome.l61_tensors.push_back(i);
       outcome.l61_after.push_back(manifest.l61[i]);
@@ -1143,11 +1239,11 @@ absl::StatusOr<PublishResult> StoreWriter::PublishRoot(
     return absl::OkStatus();
   };
   if (group_.alone()) {
-    KEDGE_RETURN_IF_ERROR(written);
-    KEDGE_RETURN_IF_ERROR(commit(std::span(&root.staged.part, 1)));
+    KEDGE_RETURN_IF_ERROR(sealed);
+    KEDGE_RETURN_IF_ERROR(commit(std::span(&root->staged.part, 1)));
   } else {
     const RankGroup::Piece mine = PieceOf(
-        written, [&] { return SerializeAnchorPart(root.staged.part, table); });
+        sealed, [&] { return SerializeAnchorPart(root->staged.part, table); });
     const Verdict verdict = group_.Agree(
         absl::StrCat("root v", step), mine,
         [&](std::span<const std::vector<std::byte>> pieces) -> Verdict {
@@ -1161,8 +1257,8 @@ absl::StatusOr<PublishResult> StoreWriter::PublishRoot(
           return {status, SerializeStepOutcome(outcome)};
         },
         [&] {
-          root.staged = StagedRoot();
-          RemoveDead(root.place.staging);
+          root->staged = StagedRoot();
+          RemoveDead(root->place.staging);
         });
     KEDGE_RETURN_IF_ERROR(Take(verdict));
     RemoveDeadAgain();
@@ -1175,15 +1271,74 @@ absl::StatusOr<PublishResult> StoreWriter::PublishRoot(
       outcome = *std::move(heard);
     }
   }
-  state_.table = std::make_shared<const TensorTable>(table);
-  state_.l61.assign(table.size(), 0);
+  state_.table = std::move(shared_table);
+  state_.l61.assign(state_.table->size(), 0);
   Advance(outcome);
-  layout_ = std::move(root.layout);
-  layout_owned_ = std::move(root.owned);
+  layout_ = std::move(root->layout);
+  layout_owned_ = std::move(root->owned);
   PublishResult result = ResultOf(outcome);
   result.anchor_seconds = anchor_seconds;
   result.commit_seconds = SecondsSince(commit_start);
   return result;
+}
+
+StoreWriter::AnchorAttempt::~AnchorAttempt() = default;
+
+std::unique_ptr<StoreWriter::AnchorAttempt> StoreWriter::BeginAnchor(
+    std::uint64_t step, const std::vector<OwnedSlice>& owned, bool root) {
+  auto attempt = std::unique_ptr<AnchorAttempt>(new AnchorAttempt);
+  attempt->step_ = step;
+  attempt->start_ = Clock::now();
+  if (root) {
+    attempt->root_ = PlanRoot(step, *state_.table, owned);
+    attempt->path_ = attempt->root_->place.staging;
+    attempt->status_ = attempt->root_->planned;
+    if (attempt->status_.ok()) {
+      attempt->status_ =
+          OpenRoot(attempt->root_->place, *state_.table, attempt->root_->layout,
+                   &attempt->root_->staged);
+    }
+    if (attempt->status_.ok()) {
+      attempt->writer_ = attempt->root_->staged.anchor.get();
+    }
+    return attempt;
+  }
+  attempt->path_ = StagingPath(step, FileKind::kAnchor, attempt_++);
+  attempt->status_ = [&]() -> absl::Status {
+    KEDGE_ASSIGN_OR_RETURN(const AnchorLayout* const layout, LayoutOf(owned));
+    KEDGE_ASSIGN_OR_RETURN(
+        attempt->anchor_,
+        AnchorWriter::Create(staging_fs_, attempt->path_, &io_pool_,
+                             store_->info().run, step, state_.table.get(),
+                             layout));
+    attempt->writer_ = attempt->anchor_.get();
+    return absl::OkStatus();
+  }();
+  return attempt;
+}
+
+absl::StatusOr<PublishResult> StoreWriter::CommitRoot(
+    std::unique_ptr<AnchorAttempt> attempt, const absl::Status& written,
+    const Metadata* metadata) {
+  KEDGE_RETURN_IF_ERROR(CheckUsable());
+  KEDGE_CHECK(attempt->root_ != nullptr);
+  absl::Status sealed = written;
+  if (sealed.ok()) sealed = attempt->status_;
+  if (sealed.ok()) sealed = CheckMayPublish(attempt->step_);
+  if (sealed.ok()) {
+    auto part = attempt->writer_->Seal();
+    sealed = part.status();
+    if (part.ok()) attempt->root_->staged.part = *std::move(part);
+  }
+  return CommitRootPart(std::move(attempt->root_), sealed, state_.table,
+                        metadata != nullptr ? *metadata : state_.metadata);
+}
+
+void StoreWriter::Abandon(std::unique_ptr<AnchorAttempt> attempt) {
+  if (attempt == nullptr) return;
+  const std::string path = attempt->path_;
+  attempt.reset();
+  if (!group_.alone() && group_.leads()) RemoveDead(path);
 }
 
 void StoreWriter::RemoveDead(const std::string& staging_path) {
@@ -1201,25 +1356,36 @@ void StoreWriter::RemoveDeadAgain() {
 absl::Status StoreWriter::AddAnchor(TensorSource& source,
                                     PublishResult* result) {
   KEDGE_RETURN_IF_ERROR(CheckUsable());
-  const auto start = Clock::now();
-  const std::uint64_t attempt = attempt_++;
+  std::unique_ptr<AnchorAttempt> attempt = BeginAnchor(
+      state_.id.step, OwnedOf(*state_.table, source), /*root=*/false);
+  absl::Status written = attempt->status();
+  if (written.ok()) written = CheckNotFenced(state_.id.step + 1);
+  if (written.ok()) written = attempt->writer()->WriteSlices(source, summer_);
+  return CommitAnchor(std::move(attempt), written, result);
+}
+
+absl::Status StoreWriter::CommitAnchor(std::unique_ptr<AnchorAttempt> attempt,
+                                       const absl::Status& written,
+                                       PublishResult* result) {
+  KEDGE_RETURN_IF_ERROR(CheckUsable());
+  KEDGE_CHECK(attempt->root_ == nullptr);
   const TensorTable& table = *state_.table;
-  std::unique_ptr<AnchorWriter> anchor;
+  const std::string& path = attempt->path_;
+  AnchorWriter* const anchor = attempt->writer_;
   AnchorPart part;
-  const std::string path =
-      StagingPath(state_.id.step, FileKind::kAnchor, attempt);
-  const absl::Status written = [&]() -> absl::Status {
+  const absl::Status sealed = [&]() -> absl::Status {
+    KEDGE_RETURN_IF_ERROR(written);
+    KEDGE_RETURN_IF_ERROR(attempt->status_);
+    if (attempt->step_ != state_.id.step) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("anchor of v", attempt->step_, ": the version held is ",
+                       ToString(state_.id)));
+    }
     KEDGE_RETURN_IF_ERROR(CheckNotFenced(state_.id.step + 1));
-    KEDGE_ASSIGN_OR_RETURN(const AnchorLayout* const layout, LayoutOf(source));
-    KEDGE_ASSIGN_OR_RETURN(
-        anchor,
-        AnchorWriter::Create(staging_fs_, path, &io_pool_, store_->info().run,
-                             state_.id.step, &table, layout));
-    KEDGE_RETURN_IF_ERROR(anchor->WriteSlices(source, summer_));
     KEDGE_ASSIGN_OR_RETURN(part, anchor->Seal());
     return SyncShared(*store_->fs(), group_, path);
   }();
-
+  const auto start = attempt->start_;
   std::uint64_t anchor_bytes = 0;
   bool unknown = false;
   const auto commit = [&](std::span<const AnchorPart> parts) -> absl::Status {
@@ -1252,20 +1418,20 @@ absl::Status StoreWriter::AddAnchor(TensorSource& source,
     KEDGE_RETURN_IF_ERROR(published);
     if (const absl::Status& synced = anchor->staging().parent_sync_status();
         !synced.ok()) {
-      result->warnings.push_back(absl::StrCat(
-          "the anchor of v", state_.id.step,
-          " is published, but may not outlive a power loss: ",
-          synced.message()));
+      result->warnings.push_back(
+          absl::StrCat("the anchor of v", state_.id.step,
+                       " is published, but may not outlive a power loss: ",
+                       synced.message()));
     }
     anchor_bytes = anchor->total_bytes();
     return absl::OkStatus();
   };
   if (group_.alone()) {
-    KEDGE_RETURN_IF_ERROR(written);
+    KEDGE_RETURN_IF_ERROR(sealed);
     KEDGE_RETURN_IF_ERROR(commit(std::span(&part, 1)));
   } else {
     const RankGroup::Piece mine =
-        PieceOf(written, [&] { return SerializeAnchorPart(part, table); });
+        PieceOf(sealed, [&] { return SerializeAnchorPart(part, table); });
     const Verdict verdict = group_.Agree(
         absl::StrCat("anchor of ", ToString(state_.id)), mine,
         [&](std::span<const std::vector<std::byte>> pieces) -> Verdict {
@@ -1283,8 +1449,7 @@ absl::Status StoreWriter::AddAnchor(TensorSource& source,
         [&] {
           // Late renames must find it whole.
           if (unknown) return;
-          anchor.reset();
-          RemoveDead(path);
+          Abandon(std::move(attempt));
         });
     KEDGE_RETURN_IF_ERROR(Take(verdict));
     RemoveDeadAgain();

@@ -9,14 +9,17 @@
 // weights that it holds. Rank 0 commits; all hear the same outcome: a failure
 // of one rank is every rank's failure, with that rank's number and message.
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -32,6 +35,7 @@
 #include "kedge/writer/rank_group.h"
 #include "kedge/writer/rank_parts.h"
 #include "kedge/writer/retention.h"
+#include "kedge/writer/segment_writer.h"
 #include "kedge/writer/shared_staging.h"
 #include "kedge/writer/tensor_source.h"
 
@@ -174,6 +178,53 @@ class StoreWriter {
                                             TensorSource& source,
                                             const Metadata& metadata);
 
+  // ------------------------------------------------------------- step by step
+  // What PublishDelta and AddAnchor do, for callers that make records or write
+  // an anchor's bytes themselves while a step goes on (OptimizerHook). An
+  // attempt has a number that all ranks count alike: every rank begins the same
+  // ones in the same order. One that is dropped removes what it wrote.
+  class DeltaAttempt;
+  class AnchorAttempt;
+
+  // This rank's part of a delta to `step`. Touches no storage yet.
+  std::unique_ptr<DeltaAttempt> BeginDelta(std::uint64_t step);
+  // Encodes the difference of two sources, of what both hold, into `attempt`.
+  // Returns what that is.
+  absl::StatusOr<std::vector<OwnedSlice>> Encode(
+      DeltaAttempt& attempt, TensorSource& old_source, TensorSource& new_source,
+      const RecordSink& sink = nullptr);
+  // Publishes an attempt whose records all stand. `owned` is what this rank
+  // vouches for, with the records or without; `written` says how making the
+  // records went: an error fails the publish at all ranks. Errors: as
+  // PublishDelta. Collective.
+  absl::StatusOr<PublishResult> CommitDelta(
+      std::unique_ptr<DeltaAttempt> attempt, const absl::Status& written,
+      std::vector<OwnedSlice> owned, const Metadata* metadata);
+
+  // This rank's part of an anchor of `step`, which may still be on its way;
+  // `root`: one inside a step without delta, under the table as it is. Makes
+  // the files; what fails is in the attempt's status().
+  std::unique_ptr<AnchorAttempt> BeginAnchor(
+      std::uint64_t step, const std::vector<OwnedSlice>& owned, bool root);
+  // Publishes an anchor of held() whose every byte is written. `written` as
+  // above. Fills the anchor members of `result`. Errors: as AddAnchor.
+  // Collective.
+  absl::Status CommitAnchor(std::unique_ptr<AnchorAttempt> attempt,
+                            const absl::Status& written, PublishResult* result);
+  // Publishes a root step. `metadata` null: as before. Errors: as PublishRoot.
+  // Collective.
+  absl::StatusOr<PublishResult> CommitRoot(
+      std::unique_ptr<AnchorAttempt> attempt, const absl::Status& written,
+      const Metadata* metadata);
+  // Gives an attempt up that every rank gives up.
+  void Abandon(std::unique_ptr<DeltaAttempt> attempt);
+  void Abandon(std::unique_ptr<AnchorAttempt> attempt);
+
+  // For work on an attempt.
+  IoPool* io_pool() { return &io_pool_; }
+  IoPool* encode_pool() { return &encode_pool_; }
+  const WriterOptions& options() const { return options_; }
+
   // Drops what WriterOptions::retention lets go, if it is set; on rank 0 alone.
   // What goes wrong is a warning of `result`: the next call tries again.
   void Retain(PublishResult* result);
@@ -185,8 +236,6 @@ class StoreWriter {
   absl::Status AddAnchor(TensorSource& source, PublishResult* result);
 
  private:
-  // What this rank has written of a step.
-  struct DeltaPart;
   struct RootPart;
 
   StoreWriter(const WriterOptions& options, std::unique_ptr<Store> store,
@@ -206,8 +255,8 @@ class StoreWriter {
   absl::Status CheckNotFenced(std::uint64_t step) const;
   std::string StagingPath(std::uint64_t step, FileKind kind,
                           std::uint64_t attempt) const;
-  // Where the slices of what `source` holds go: planned once for a table.
-  absl::StatusOr<const AnchorLayout*> LayoutOf(const TensorSource& source);
+  // Where the slices of `owned`, ascending, go: planned once for a table.
+  absl::StatusOr<const AnchorLayout*> LayoutOf(std::vector<OwnedSlice> owned);
   // Rank 0, after an attempt failed: removes its staging directory, of all
   // ranks. A rank that came late may still make it again, so that it is looked
   // for once more after the next success, when all have gone on.
@@ -216,12 +265,19 @@ class StoreWriter {
   // Takes a verdict's outcome_unknown over and returns its status.
   absl::Status Take(const Verdict& verdict);
 
-  absl::Status WriteDelta(std::uint64_t step, std::uint64_t attempt,
-                          TensorSource& old_source, TensorSource& new_source,
-                          const RecordSink& sink, DeltaPart* part);
-  absl::Status CommitDelta(std::span<const RankFragment> fragments,
-                           StagingDirectory& staging, const Metadata* metadata,
-                           StepOutcome* outcome);
+  // Writes what is left of an attempt and describes it.
+  absl::Status SealDelta(DeltaAttempt& attempt, std::vector<OwnedSlice> owned,
+                         RankFragment* fragment);
+  absl::Status CommitFragments(std::span<const RankFragment> fragments,
+                               StagingDirectory& staging,
+                               const Metadata* metadata, StepOutcome* outcome);
+  // Takes an attempt's number.
+  std::unique_ptr<RootPart> PlanRoot(std::uint64_t step,
+                                     const TensorTable& table,
+                                     std::vector<OwnedSlice> owned);
+  absl::StatusOr<PublishResult> CommitRootPart(
+      std::unique_ptr<RootPart> root, const absl::Status& written,
+      std::shared_ptr<const TensorTable> table, const Metadata& metadata);
   // Everything after the data files: MANIFEST, COMMIT, rename, HEAD.
   absl::Status CommitStep(StagingDirectory& staging,
                           const StepManifest& manifest,
@@ -245,6 +301,66 @@ class StoreWriter {
   IoPool encode_pool_;
   std::optional<AnchorLayout> layout_;  // of layout_owned_ of the table
   std::vector<OwnedSlice> layout_owned_;
+};
+
+// A delta on its way into a staging directory of its own, which is made when
+// the first record comes.
+//
+// Thread safety: Add may run concurrently.
+class StoreWriter::DeltaAttempt {
+ public:
+  ~DeltaAttempt();
+
+  std::uint64_t step() const { return step_; }
+  // Appends a record, zero-padded to kRecordAlignment. `record` says everything
+  // but where it lies. An error of an earlier write may come out here.
+  absl::Status Add(const DeltaRecord& record,
+                   std::span<const std::byte> padded_record);
+
+ private:
+  friend class StoreWriter;
+  DeltaAttempt(StoreWriter* writer, std::uint64_t step, std::uint64_t attempt,
+               std::string path);
+
+  // Makes directory and segment writer unless they are there.
+  absl::StatusOr<SegmentWriter*> Stage();
+  // Closes and removes what was written, unless it is published.
+  void Drop();
+
+  StoreWriter* writer_;
+  std::uint64_t step_;
+  std::uint64_t attempt_;
+  std::string path_;
+  std::chrono::steady_clock::time_point start_;
+  bool checked_ = false;  // that the step may be published
+  std::mutex mutex_;
+  std::unique_ptr<StagingDirectory> staging_ ABSL_GUARDED_BY(mutex_);
+  std::unique_ptr<SegmentWriter> segments_ ABSL_GUARDED_BY(mutex_);
+  std::vector<DeltaRecord> records_ ABSL_GUARDED_BY(mutex_);
+};
+
+// An anchor on its way into a staging directory of its own, or into that of its
+// step.
+class StoreWriter::AnchorAttempt {
+ public:
+  ~AnchorAttempt();
+
+  std::uint64_t step() const { return step_; }
+  // Why there is no writer().
+  const absl::Status& status() const { return status_; }
+  AnchorWriter* writer() const { return writer_; }
+
+ private:
+  friend class StoreWriter;
+  AnchorAttempt() = default;
+
+  std::uint64_t step_ = 0;
+  std::string path_;
+  absl::Status status_;
+  AnchorWriter* writer_ = nullptr;  // of one of these
+  std::unique_ptr<AnchorWriter> anchor_;
+  std::unique_ptr<RootPart> root_;
+  std::chrono::steady_clock::time_point start_;
 };
 
 }  // namespace kedge

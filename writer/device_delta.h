@@ -1,0 +1,260 @@
+#ifndef KEDGE_WRITER_DEVICE_DELTA_H_
+#define KEDGE_WRITER_DEVICE_DELTA_H_
+
+// Differences taken on the device, chunk by chunk, while a step goes on: two
+// slots of old and new bytes, a ring for what the encoder makes of them, a
+// thread that keeps it all moving, and the way into segments. Private to
+// writer/. See docs/hook.md.
+
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kedge/engine/device/device.h"
+#include "kedge/engine/io/io_pool.h"
+#include "kedge/writer/store_writer.h"
+
+namespace kedge {
+
+struct DeviceDeltaOptions {
+  Device* device = nullptr;
+  std::uint64_t chunk_bytes = 0;  // of one slot's old, and of its new
+  std::uint64_t ring_bytes = 0;
+  std::uint32_t max_slices = 0;  // of one chunk
+  std::uint64_t max_tiles = 0;   // of one chunk's slices together
+  // For fp8: tasks of one chunk, scratch for the values and scales of old (and
+  // as much for new), rows that wait for their block to be whole.
+  std::uint32_t max_quantise_tasks = 0;
+  std::uint64_t quantised_values = 0;
+  std::uint64_t quantised_scales = 0;
+  std::uint32_t carry_count = 0;
+  std::uint64_t carry_bytes = 0;  // of each
+  L61Key key;
+  // Sums that slices may add to (DeviceDelta::Slice::sum).
+  std::size_t sum_count = 0;
+  std::chrono::milliseconds deadline{};
+};
+
+// All memory comes at Create. Between BeginStep and WaitForAll nothing is
+// allocated, but by the first step, one with more changed tiles than any
+// before, and by an early drain.
+//
+// Thread safety: one thread at a time calls what is not said to be callable
+// from any.
+class DeviceDelta {
+ public:
+  static constexpr std::uint32_t kSlots = 2;
+  struct Slice {
+    std::uint32_t tensor = 0;  // ordinal of the record
+    std::uint32_t sum = 0;     // which sum its L adds to
+  };
+
+  // A chunk on its way. What comes first: OnUpdate fills it.
+  struct Slot {
+    // Device memory, [chunk_bytes].
+    std::byte* old_bytes = nullptr;
+    std::byte* new_bytes = nullptr;
+    // Slices of which records are made, then those that are only summed.
+    EncodeSlice* slices = nullptr;  // pinned, [max_slices]
+    Slice* about = nullptr;         // [max_slices]
+    std::uint32_t slice_count = 0;
+    std::uint32_t kept_slices = 0;
+    std::uint64_t kept_tiles = 0;
+    std::uint64_t tile_count = 0;
+    std::uint64_t payload_bound = 0;  // of the kept ones
+    // Work before the diff: fp8 forms of old and new.
+    QuantiseTask* quantise = nullptr;       // pinned, [max_quantise_tasks]
+    const char** quantise_names = nullptr;  // likewise, for messages
+    std::uint32_t quantise_count = 0;
+    std::uint64_t quantise_blocks = 0;
+    ScaleKind scale_kind = ScaleKind::kExact;
+    float floor = 0;
+    // Before that, and after it.
+    struct DeviceCopy {
+      std::byte* to = nullptr;
+      const std::byte* from = nullptr;
+      std::uint64_t bytes = 0;
+    };
+    DeviceCopy before;
+    DeviceCopy after;
+    // Recorded on the caller's streams: old is copied, new and the parameter
+    // are.
+    DeviceEvent old_copied = nullptr;
+    DeviceEvent filled = nullptr;
+
+    void Clear() {
+      slice_count = 0;
+      kept_slices = 0;
+      kept_tiles = 0;
+      tile_count = 0;
+      payload_bound = 0;
+      quantise_count = 0;
+      quantise_blocks = 0;
+      before = {};
+      after = {};
+    }
+
+   private:
+    friend class DeviceDelta;
+    absl::Status status;  // of the filling
+    EncodeSlice* device_slices = nullptr;
+    QuantiseTask* device_quantise = nullptr;
+    OwnedEvent old_copied_event;
+    OwnedEvent filled_event;
+  };
+
+  static absl::StatusOr<std::unique_ptr<DeviceDelta>> Create(
+      const DeviceDeltaOptions& options);
+  ~DeviceDelta();
+
+  // When idle. Drops what is there. Early drains go into `attempt`, which
+  // outlives the step's diffs; null: records are not kept, only sums.
+  void BeginStep(StoreWriter::DeltaAttempt* attempt, IoPool* assemble_pool);
+  // When idle: later early drains go into another attempt, if there was one.
+  void ReplaceAttempt(StoreWriter::DeltaAttempt* attempt) {
+    attempt_ = attempt;
+  }
+  // The slot of the next chunk, when the chunk before the last one is diffed.
+  // kUnavailable after the deadline.
+  absl::StatusOr<Slot*> WaitForSlot();
+  // Adds units to a slot: kept ones first, of which records are made, then
+  // those that are only summed. False: it is too much for one chunk; a slice of
+  // one element always fits into an empty slot.
+  bool AddSlice(const TileGrid& grid, const UnitRange& units,
+                const StridedUnits& old_units, const StridedUnits& new_units,
+                Slice about, bool kept, Slot* slot) const;
+  // Hands the slot on. `status` not OK: it could not be filled, and the step's
+  // delta is lost. Returns the chunk's number, from 1.
+  std::uint64_t Submit(const absl::Status& status);
+  // Waits until every chunk is diffed or given up. kUnavailable after the
+  // deadline: what the chunks use is then still in use.
+  absl::Status WaitUntilIdle();
+  // The same, and the first error of any chunk since BeginStep.
+  absl::Status WaitForAll();
+
+  // Whether chunk `number` has reached slot and parameter. From any thread.
+  absl::StatusOr<bool> HasPassed(std::uint64_t number) const;
+  absl::Status WaitFor(std::uint64_t number) const;
+
+  // After WaitForAll. What the step's changes add to each sum.
+  std::span<const std::uint64_t> sums() const { return sums_; }
+  // Parts that went into the attempt before the step was over.
+  std::uint64_t early_drains() const { return early_drains_; }
+  // Brings every part that is still in the ring into `attempt`; they stay.
+  absl::Status Drain(StoreWriter::DeltaAttempt* attempt);
+
+  // Device memory for fp8: old or new values and scales of one chunk; carries.
+  std::byte* quantised_values(bool is_new) const { return values_[is_new]; }
+  float* quantised_scales(bool is_new) const { return scales_[is_new]; }
+  std::byte* carry(std::uint32_t i) const { return carries_[i]; }
+
+  std::uint64_t device_bytes() const { return device_bytes_; }
+  std::uint64_t pinned_bytes() const { return pinned_bytes_; }
+
+ private:
+  // A changed tile of a slice.
+  struct Tile {
+    std::uint32_t tile = 0;  // counted from the slice's first
+    std::uint32_t payload = 0;
+    std::uint32_t bytes = 0;
+    std::uint32_t nnz = 0;
+    std::uint16_t a = 0;
+    std::uint16_t b = 0;
+    std::uint32_t mode = 0;
+  };
+  // A slice with changes.
+  struct Part {
+    std::uint32_t tensor = 0;
+    UnitRange units;
+    TileRange tiles;
+    std::size_t first_tile = 0;  // in tiles_
+    std::size_t tile_count = 0;
+    std::uint64_t nnz = 0;
+    std::uint64_t l61 = 0;
+    std::uint64_t payload = 0;  // in the ring: of its chunk
+  };
+  // What a chunk left in the ring.
+  struct Chunk {
+    std::uint64_t begin = 0;  // in the ring
+    std::uint64_t bytes = 0;
+    std::size_t first_part = 0;
+    std::size_t part_count = 0;
+  };
+
+  explicit DeviceDelta(const DeviceDeltaOptions& options)
+      : options_(options), device_(options.device) {}
+
+  absl::StatusOr<std::byte*> Take(MemoryKind kind, std::uint64_t bytes);
+  void Work();
+  absl::Status Diff(Slot& slot);
+  absl::Status Quantise(Slot& slot);
+  absl::Status DiffOnce(Slot& slot, std::uint32_t first_slice,
+                        std::uint32_t slice_count, std::uint64_t first_tile,
+                        std::uint64_t tile_count, std::byte* arena,
+                        std::uint64_t arena_bytes);
+  void Note(const Slot& slot);
+  absl::Status DrainEarly();
+  absl::Status Assemble(std::span<const Part> parts,
+                        const std::byte* ring_bytes, std::uint64_t ring_begin,
+                        StoreWriter::DeltaAttempt* attempt);
+  void DropParts();
+
+  DeviceDeltaOptions options_;
+  Device* device_;
+  std::vector<DeviceMemory> memory_;
+  std::uint64_t device_bytes_ = 0;
+  std::uint64_t pinned_bytes_ = 0;
+  OwnedStream encode_stream_;
+  OwnedStream drain_stream_;
+  OwnedEvent diffed_;
+  OwnedEvent drained_[2];
+  DeviceMemory l61_table_;
+  std::byte* ring_ = nullptr;
+  std::byte* bounce_[2] = {};  // pinned, [bounce_bytes_]
+  std::uint64_t bounce_bytes_ = 0;
+  EncodedTile* device_tiles_ = nullptr;
+  EncodedTile* tiles_out_ = nullptr;  // pinned
+  EncodeTotals* device_totals_ = nullptr;
+  EncodeTotals* totals_out_ = nullptr;  // pinned
+  std::uint32_t* scratch_ = nullptr;
+  std::uint64_t* device_bad_block_ = nullptr;
+  std::uint64_t* bad_block_out_ = nullptr;  // pinned
+  std::byte* values_[2] = {};
+  float* scales_[2] = {};
+  std::vector<std::byte*> carries_;
+  std::vector<Slice> abouts_;
+  std::vector<const char*> quantise_names_;
+  Slot slots_[kSlots];
+
+  // Of the step; the worker's until WaitForAll.
+  StoreWriter::DeltaAttempt* attempt_ = nullptr;
+  IoPool* pool_ = nullptr;
+  std::uint64_t ring_end_ = 0;  // bytes in use
+  std::uint64_t early_drains_ = 0;
+  std::vector<std::uint64_t> sums_;
+  std::vector<Chunk> chunks_;
+  std::vector<Part> parts_;
+  std::vector<Tile> tiles_;
+
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
+  std::uint64_t submitted_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::uint64_t diffed_count_ ABSL_GUARDED_BY(mutex_) = 0;
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Status status_ ABSL_GUARDED_BY(mutex_);  // of the step
+  std::thread worker_;
+};
+
+}  // namespace kedge
+
+#endif  // KEDGE_WRITER_DEVICE_DELTA_H_
