@@ -1,47 +1,14 @@
 #include "kedge/reader/anchor_load.h"
 
 #include <algorithm>
-#include <atomic>
-#include <mutex>
 #include <tuple>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "kedge/engine/cpu/record_apply.h"
 #include "kedge/format/limits.h"
 #include "kedge/format/status.h"
-#include "kedge/reader/parallel.h"
 
 namespace kedge {
-namespace {
-
-// Buffers of a piece each, reused by whichever thread reads next.
-class BufferStack {
- public:
-  using Buffer = std::unique_ptr<std::byte[]>;
-
-  Buffer Take() {
-    {
-      const std::lock_guard lock(mutex_);
-      if (!buffers_.empty()) {
-        Buffer buffer = std::move(buffers_.back());
-        buffers_.pop_back();
-        return buffer;
-      }
-    }
-    return std::make_unique_for_overwrite<std::byte[]>(kPieceBytes);
-  }
-  void Give(Buffer buffer) {
-    const std::lock_guard lock(mutex_);
-    buffers_.push_back(std::move(buffer));
-  }
-
- private:
-  std::mutex mutex_;
-  std::vector<Buffer> buffers_ ABSL_GUARDED_BY(mutex_);
-};
-
-}  // namespace
 
 absl::StatusOr<std::vector<AnchorPiece>> PiecesOf(
     const PublishedAnchor& anchor) {
@@ -87,8 +54,7 @@ absl::StatusOr<std::vector<AnchorPiece>> PiecesOf(
 
 AnchorLoad::AnchorLoad(const ReadContext* context,
                        const PublishedAnchor& anchor)
-    : context_(context),
-      files_(context, anchor.path, anchor.version.step,
+    : files_(context, anchor.path, anchor.version.step,
              &anchor.manifest.files) {}
 
 absl::StatusOr<std::unique_ptr<AnchorLoad>> AnchorLoad::Open(
@@ -133,55 +99,13 @@ absl::StatusOr<std::unique_ptr<AnchorLoad>> AnchorLoad::Open(
   return load;
 }
 
-absl::Status AnchorLoad::Run(const Binding& binding,
-                             std::uint64_t* units_written) {
-  BufferStack buffers;
-  std::atomic<std::uint64_t> written{0};
-  const absl::Status status = ParallelFor(
-      context_->io_pool, reads_.size(), [&](std::size_t i) -> absl::Status {
-        const std::span<const AnchorPiece> pieces(&pieces_[reads_[i].first],
-                                                  reads_[i].count);
-        const std::uint64_t begin = pieces.front().offset;
-        const std::uint64_t bytes =
-            pieces.back().offset + pieces.back().bytes - begin;
-        // While this is hashed and copied, storage works on what comes next.
-        const std::size_t ahead =
-            i + static_cast<std::size_t>(context_->io_pool->thread_count());
-        if (ahead < reads_.size()) {
-          const AnchorPiece& next = pieces_[reads_[ahead].first];
-          files_.Expect(next.file, next.offset, next.bytes);
-        }
-        BufferStack::Buffer buffer;
-        if (!files_.mapped()) buffer = buffers.Take();
-        KEDGE_ASSIGN_OR_RETURN(
-            const std::span<const std::byte> fetched,
-            files_.Fetch(pieces.front().file, begin, bytes, buffer.get()));
-        for (const AnchorPiece& piece : pieces) {
-          const std::span<const std::byte> part =
-              fetched.subspan(piece.offset - begin, piece.bytes);
-          if (absl::Status checked = files_.CheckPiece(piece.file, piece.number,
-                                                       piece.offset, part);
-              !checked.ok()) {
-            return Annotate(
-                checked,
-                absl::StrCat("tensor ", binding.table()[piece.tensor].name));
-          }
-          std::uint64_t units = 0;
-          for (const BoxTarget& box :
-               binding.weights().tensors[piece.tensor].boxes) {
-            if (!Touches(binding.grid(piece.tensor), piece.units, box)) {
-              continue;
-            }
-            units += CopySliceToBox(part.data(), binding.grid(piece.tensor),
-                                    piece.units, box);
-          }
-          written.fetch_add(units, std::memory_order_relaxed);
-        }
-        if (buffer != nullptr) buffers.Give(std::move(buffer));
-        return absl::OkStatus();
-      });
-  *units_written += written.load();
-  return status;
+void AnchorLoad::Expect(std::size_t read) {
+  if (read >= reads_.size()) return;
+  const AnchorPiece& first = pieces_[reads_[read].first];
+  const AnchorPiece& last =
+      pieces_[reads_[read].first + reads_[read].count - 1];
+  files_.Expect(first.file, first.offset,
+                last.offset + last.bytes - first.offset);
 }
 
 }  // namespace kedge

@@ -1,10 +1,12 @@
 #ifndef KEDGE_READER_ANCHOR_LOAD_H_
 #define KEDGE_READER_ANCHOR_LOAD_H_
 
-// Weights from an anchor's files straight to their places.
+// What has to be read of an anchor to get weights from its files straight to
+// their places.
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -12,8 +14,8 @@
 #include "kedge/engine/io/store.h"
 #include "kedge/reader/binding.h"
 #include "kedge/reader/data_files.h"
-#include "kedge/reader/delta_load.h"
 #include "kedge/reader/read_context.h"
+#include "kedge/reader/staged_delta.h"
 
 namespace kedge {
 
@@ -33,8 +35,7 @@ absl::StatusOr<std::vector<AnchorPiece>> PiecesOf(
     const PublishedAnchor& anchor);
 
 // An anchor about to be loaded. Only pieces that a held box needs are read,
-// each once, those of small tensors many at a time; every one is hashed before
-// a byte of it reaches the weights. Memory: one piece for each I/O thread.
+// each once, those of small tensors many at a time. Backends do the reads.
 class AnchorLoad {
  public:
   // Plans the reads and opens the files; weights are not touched. All
@@ -43,9 +44,16 @@ class AnchorLoad {
       const ReadContext* context, const Binding& binding,
       const TensorMask& mask, const PublishedAnchor& anchor);
 
-  // Writes every needed unit into the bound boxes and adds their number to
-  // `*units_written`. An error leaves the weights in part written.
-  absl::Status Run(const Binding& binding, std::uint64_t* units_written);
+  // Each at most kPieceBytes of one file, neighbours of different files.
+  std::size_t read_count() const { return reads_.size(); }
+  // Ascending by offset; between them lies only padding.
+  std::span<const AnchorPiece> pieces(std::size_t read) const {
+    return {&pieces_[reads_[read].first], reads_[read].count};
+  }
+  std::span<const AnchorPiece> all_pieces() const { return pieces_; }
+  DataFiles& files() { return files_; }
+  // Says that `read` is soon to come, so that storage works on it meanwhile.
+  void Expect(std::size_t read);
 
  private:
   struct Read {  // neighbouring pieces of a file
@@ -54,7 +62,6 @@ class AnchorLoad {
   };
   AnchorLoad(const ReadContext* context, const PublishedAnchor& anchor);
 
-  const ReadContext* context_;
   DataFiles files_;
   std::vector<AnchorPiece> pieces_;  // the needed ones
   std::vector<Read> reads_;

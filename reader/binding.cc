@@ -129,16 +129,6 @@ std::vector<Binding::Mismatch> Binding::Judge(
   return mismatches;
 }
 
-Binding::Comparison Binding::Compare(IoPool* pool, const L61Summer& summer,
-                                     std::span<const std::uint64_t> l61) const {
-  const Sums sums = Sum(pool, summer);
-  Comparison result;
-  result.mismatches = Judge(sums.residues, l61);
-  result.tensors_verified = verifiable_tensors_;
-  result.bytes_verified = sums.bytes;
-  return result;
-}
-
 std::string Binding::Describe(const std::vector<Mismatch>& mismatches,
                               std::span<const std::uint64_t> l61) const {
   Offenders offenders;

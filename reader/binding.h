@@ -51,7 +51,18 @@ class Binding {
     std::uint64_t bytes = 0;              // that were read
   };
   std::size_t residue_count() const { return residues_.size(); }
-  Sums Sum(IoPool* pool, const L61Summer& summer) const;
+  Sums Sum(IoPool* pool, const L61Summer& summer) const;  // in host memory
+  // Calls visit(residue, tensor, box) for each box of each of these covers.
+  template <typename Visit>
+  void VisitCovers(Visit&& visit) const {
+    for (std::uint32_t r = 0; r < residues_.size(); ++r) {
+      const std::uint32_t tensor = residues_[r].tensor;
+      for (const BoxTarget& box :
+           weights_.tensors[tensor].covers[residues_[r].cover].boxes) {
+        visit(r, tensor, box);
+      }
+    }
+  }
 
   // Covers whose checksum is not what `l61` (by ordinal of the tensor) asks
   // for. `residues` are those of all ranks together.
@@ -64,14 +75,6 @@ class Binding {
   std::vector<Mismatch> Judge(std::span<const std::uint64_t> residues,
                               std::span<const std::uint64_t> l61) const;
 
-  // Both, for a process that holds every cover alone.
-  struct Comparison {
-    std::vector<Mismatch> mismatches;    // ascending by tensor
-    std::uint64_t tensors_verified = 0;  // names, ties included
-    std::uint64_t bytes_verified = 0;
-  };
-  Comparison Compare(IoPool* pool, const L61Summer& summer,
-                     std::span<const std::uint64_t> l61) const;
   // Names that can be verified, ties included.
   std::uint64_t verifiable_tensors() const { return verifiable_tensors_; }
 

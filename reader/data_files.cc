@@ -1,14 +1,24 @@
 #include "kedge/reader/data_files.h"
 
+#include <algorithm>
+#include <cstring>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "kedge/engine/io/piece_io.h"
+#include "kedge/format/hash.h"
 #include "kedge/format/layout.h"
 #include "kedge/format/status.h"
 #include "kedge/reader/parallel.h"
 
 namespace kedge {
+namespace {
+
+// What is read and hashed in one go: half of a core's L2 cache.
+constexpr std::uint64_t kFetchBlockBytes = std::uint64_t{1} << 20;
+
+}  // namespace
 
 DataFiles::DataFiles(const ReadContext* context, std::string directory,
                      std::uint64_t step, const std::vector<DataFile>* files)
@@ -136,6 +146,72 @@ absl::StatusOr<std::span<const std::byte>> DataFiles::Fetch(
       }));
   context_->bytes_read->fetch_add(bytes, std::memory_order_relaxed);
   return out;
+}
+
+absl::Status DataFiles::FetchChecked(std::uint32_t file,
+                                     std::span<const PieceSpan> pieces,
+                                     std::byte* buffer, std::size_t* bad) {
+  const DataFile& described = (*files_)[file];
+  const std::uint64_t begin = pieces.front().offset;
+  const std::uint64_t end = pieces.back().offset + pieces.back().bytes;
+  const RunId& run = context_->store->info().run;
+  // Fills `buffer` block by block; `fill` gets a block's offset and place.
+  const auto fetch = [&](auto fill) -> absl::Status {
+    std::size_t next = 0;
+    std::optional<PieceHasher> hasher;  // of pieces[next]
+    std::uint64_t hashed = 0;
+    for (std::uint64_t at = begin; at < end;) {
+      const std::uint64_t bytes = std::min(end - at, kFetchBlockBytes);
+      KEDGE_RETURN_IF_ERROR(fill(at, std::span(buffer + (at - begin), bytes)));
+      at += bytes;
+      while (next < pieces.size() && pieces[next].offset < at) {
+        const PieceSpan& piece = pieces[next];
+        if (!hasher) {
+          hasher.emplace(run, step_, described.id, piece.number);
+          hashed = 0;
+        }
+        const std::uint64_t from = piece.offset + hashed;
+        const std::uint64_t to = std::min(at, piece.offset + piece.bytes);
+        hasher->Update({buffer + (from - begin), to - from});
+        hashed += to - from;
+        if (hashed < piece.bytes) break;
+        if (piece.number >= described.piece_hashes.size() ||
+            hasher->Finish() != described.piece_hashes[piece.number]) {
+          *bad = next;
+          return CheckPiece(file, piece.number, piece.offset,
+                            {buffer + (piece.offset - begin), piece.bytes});
+        }
+        hasher.reset();
+        ++next;
+      }
+    }
+    return absl::OkStatus();
+  };
+  if (mapped_) {
+    const std::span<const std::byte> mapping = Mapping(file);
+    KEDGE_RETURN_IF_ERROR(
+        fetch([&](std::uint64_t at, std::span<std::byte> out) {
+          std::memcpy(out.data(), mapping.data() + at, out.size());
+          return absl::OkStatus();
+        }));
+  } else {
+    KEDGE_RETURN_IF_ERROR(
+        RetryReads(*context_, step_, PathOf(file), true, [&]() -> absl::Status {
+          KEDGE_ASSIGN_OR_RETURN(const std::shared_ptr<File> opened,
+                                 Current(file));
+          return fetch(
+              [&](std::uint64_t at, std::span<std::byte> out) -> absl::Status {
+                const absl::Status status = ReadAll(*opened, at, out);
+                if (status.ok()) return status;
+                Forget(file, opened);
+                return absl::IsDataLoss(status)  // see Fetch
+                           ? absl::UnavailableError(status.message())
+                           : status;
+              });
+        }));
+  }
+  context_->bytes_read->fetch_add(end - begin, std::memory_order_relaxed);
+  return absl::OkStatus();
 }
 
 absl::Status DataFiles::CheckPiece(std::uint32_t file, std::uint32_t piece,

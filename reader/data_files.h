@@ -54,6 +54,20 @@ class DataFiles {
                                                    std::uint64_t offset,
                                                    std::uint64_t bytes,
                                                    std::byte* buffer);
+  // One piece of a file.
+  struct PieceSpan {
+    std::uint32_t number = 0;
+    std::uint64_t offset = 0;
+    std::uint64_t bytes = 0;
+  };
+  // Fetch into `buffer`, mapped or not, of the range from the first to the end
+  // of the last of `pieces` (ascending, not empty), and CheckPiece of each, in
+  // blocks that stay in a core's cache between the two. Best after Expect.
+  // kDataLoss about a piece also sets `*bad`, its index.
+  absl::Status FetchChecked(std::uint32_t file,
+                            std::span<const PieceSpan> pieces,
+                            std::byte* buffer, std::size_t* bad);
+
   // Gives back the descriptors. Mappings stay, and what is fetched otherwise
   // opens its file again.
   void CloseFiles();

@@ -29,34 +29,30 @@ bool IsNeeded(const Binding& binding, const TensorMask& mask,
 
 }  // namespace
 
-LoadedDelta::LoadedDelta(const ReadContext* context,
-                         std::shared_ptr<const PublishedStep> step)
-    : step_(std::move(step)),
-      files_(context, step_->path, step_->id.step, &step_->manifest.files) {}
-
-absl::StatusOr<std::unique_ptr<LoadedDelta>> LoadedDelta::Load(
-    const ReadContext* context, const Binding& binding, const TensorMask& mask,
-    std::shared_ptr<const PublishedStep> step) {
-  std::unique_ptr<LoadedDelta> delta(new LoadedDelta(context, std::move(step)));
-  const StepManifest& manifest = delta->step_->manifest;
-  std::vector<std::vector<bool>> pieces(manifest.files.size());
-  std::vector<bool> wanted(manifest.files.size(), false);
+absl::StatusOr<DeltaReads> PlanReads(const Binding& binding,
+                                     const TensorMask& mask,
+                                     const PublishedStep& step) {
+  const StepManifest& manifest = step.manifest;
+  DeltaReads reads;
+  reads.pieces.resize(manifest.files.size());
+  reads.wanted.assign(manifest.files.size(), false);
   for (std::uint32_t i = 0; i < manifest.records.size(); ++i) {
     const DeltaRecord& record = manifest.records[i];
     if (!IsNeeded(binding, mask, record)) continue;
     const std::uint64_t file_bytes = manifest.files[record.file].bytes;
     if (record.offset > file_bytes ||
-        record.bytes > file_bytes - record.offset) {
+        record.bytes > file_bytes - record.offset || record.bytes == 0) {
       return DataLoss(
-          {.where = delta->files_.PathOf(record.file),
+          {.where = JoinPath(step.path,
+                             DataFileName(manifest.files[record.file].id)),
            .what = "a record ends outside the file",
            .expected = absl::StrCat("at most ", file_bytes),
            .found = absl::StrCat(record.offset, " + ", record.bytes),
            .advice = "run `kedge fsck`"});
     }
-    delta->records_.push_back({i, {}});
-    wanted[record.file] = true;
-    std::vector<bool>& marks = pieces[record.file];
+    reads.records.push_back(i);
+    reads.wanted[record.file] = true;
+    std::vector<bool>& marks = reads.pieces[record.file];
     if (marks.empty()) marks.resize(PieceCount(file_bytes));
     const std::uint64_t last = record.offset + record.bytes - 1;
     for (std::uint64_t p = record.offset / kPieceBytes; p <= last / kPieceBytes;
@@ -64,7 +60,34 @@ absl::StatusOr<std::unique_ptr<LoadedDelta>> LoadedDelta::Load(
       marks[p] = true;
     }
   }
-  KEDGE_RETURN_IF_ERROR(delta->files_.Open(wanted));
+  return reads;
+}
+
+std::string WhereOf(const PublishedStep& step, const DeltaRecord& record) {
+  return absl::StrCat(
+      JoinPath(step.path, DataFileName(step.manifest.files[record.file].id)),
+      ": offset ", record.offset, ": tensor ",
+      (*step.table)[record.tensor].name, " units [", record.slice.begin, ", ",
+      record.slice.end, ")");
+}
+
+LoadedDelta::LoadedDelta(const ReadContext* context,
+                         std::shared_ptr<const PublishedStep> loaded)
+    : StagedDelta(std::move(loaded)),
+      files_(context, step().path, step().id.step, &step().manifest.files) {}
+
+absl::StatusOr<std::unique_ptr<LoadedDelta>> LoadedDelta::Load(
+    const ReadContext* context, const Binding& binding, const TensorMask& mask,
+    std::shared_ptr<const PublishedStep> step) {
+  std::unique_ptr<LoadedDelta> delta(new LoadedDelta(context, std::move(step)));
+  const StepManifest& manifest = delta->step().manifest;
+  KEDGE_ASSIGN_OR_RETURN(const DeltaReads reads,
+                         PlanReads(binding, mask, delta->step()));
+  const std::vector<std::vector<bool>>& pieces = reads.pieces;
+  for (const std::uint32_t index : reads.records) {
+    delta->records_.push_back({index, {}});
+  }
+  KEDGE_RETURN_IF_ERROR(delta->files_.Open(reads.wanted));
 
   // The size of every file is proven now, so that a manifest cannot ask for
   // more memory than the store holds.
@@ -145,14 +168,6 @@ absl::StatusOr<std::unique_ptr<LoadedDelta>> LoadedDelta::Load(
   return delta;
 }
 
-std::string LoadedDelta::Where(const Record& record) const {
-  const DeltaRecord& record_info = info(record);
-  return absl::StrCat(
-      files_.PathOf(record_info.file), ": offset ", record_info.offset,
-      ": tensor ", (*step_->table)[record_info.tensor].name, " units [",
-      record_info.slice.begin, ", ", record_info.slice.end, ")");
-}
-
 absl::Status CheckRecords(IoPool* pool, const Binding& binding,
                           const L61Key& key, const LoadedDelta& delta) {
   return ParallelFor(
@@ -185,10 +200,9 @@ absl::Status CheckRecords(IoPool* pool, const Binding& binding,
       });
 }
 
-absl::Status ApplyDeltas(
-    IoPool* pool, const Binding& binding,
-    const std::vector<std::unique_ptr<LoadedDelta>>& deltas,
-    ApplyCounts* counts) {
+absl::Status ApplyDeltas(IoPool* pool, const Binding& binding,
+                         std::span<const LoadedDelta* const> deltas,
+                         ApplyCounts* counts) {
   struct Entry {
     const LoadedDelta* delta;
     const LoadedDelta::Record* record;
@@ -198,8 +212,7 @@ absl::Status ApplyDeltas(
   std::vector<Entry> entries;
   for (std::size_t d = 0; d < deltas.size(); ++d) {
     for (const LoadedDelta::Record& record : deltas[d]->records()) {
-      entries.push_back(
-          {deltas[d].get(), &record, &deltas[d]->info(record), d});
+      entries.push_back({deltas[d], &record, &deltas[d]->info(record), d});
       ++counts->records;
       counts->nnz += entries.back().info->nnz;
     }

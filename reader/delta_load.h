@@ -1,8 +1,8 @@
 #ifndef KEDGE_READER_DELTA_LOAD_H_
 #define KEDGE_READER_DELTA_LOAD_H_
 
-// Deltas: brought into memory and checked before the pause, then added to the
-// weights during it.
+// Deltas in host memory: brought there and checked before the pause, then added
+// to the weights during it. What of a step has to be read, for any backend.
 
 #include <cstddef>
 #include <cstdint>
@@ -17,17 +17,29 @@
 #include "kedge/reader/binding.h"
 #include "kedge/reader/data_files.h"
 #include "kedge/reader/read_context.h"
+#include "kedge/reader/staged_delta.h"
 
 namespace kedge {
 
-// Which owners take part, by ordinal: those that a join has to write. Empty:
-// all.
-using TensorMask = std::vector<bool>;
+// What held boxes need of a step.
+struct DeltaReads {
+  std::vector<std::uint32_t> records;  // indices in the manifest, ascending
+  std::vector<bool> wanted;            // by file: holds such a record
+  // By file: its pieces with a byte of such a record; empty if it has none.
+  std::vector<std::vector<bool>> pieces;
+};
+// kDataLoss if a record would end outside its file.
+absl::StatusOr<DeltaReads> PlanReads(const Binding& binding,
+                                     const TensorMask& mask,
+                                     const PublishedStep& step);
 
-// The records of one step that held boxes need, in memory.
+// "file: offset 64: tensor NAME units [0, 16384)", for messages.
+std::string WhereOf(const PublishedStep& step, const DeltaRecord& record);
+
+// The records of one step that held boxes need, in host memory.
 //
 // Thread safety: immutable after Load.
-class LoadedDelta {
+class LoadedDelta : public StagedDelta {
  public:
   struct Record {
     std::uint32_t index = 0;           // in the manifest
@@ -40,13 +52,13 @@ class LoadedDelta {
       const ReadContext* context, const Binding& binding,
       const TensorMask& mask, std::shared_ptr<const PublishedStep> step);
 
-  const PublishedStep& step() const { return *step_; }
   std::span<const Record> records() const { return records_; }
   const DeltaRecord& info(const Record& record) const {
-    return step_->manifest.records[record.index];
+    return step().manifest.records[record.index];
   }
-  // "file: offset 64: tensor NAME [0, 16384)", for messages.
-  std::string Where(const Record& record) const;
+  std::string Where(const Record& record) const {
+    return WhereOf(step(), info(record));
+  }
 
  private:
   struct Run {  // consecutive pieces of a file, in a buffer
@@ -58,7 +70,6 @@ class LoadedDelta {
   LoadedDelta(const ReadContext* context,
               std::shared_ptr<const PublishedStep> step);
 
-  std::shared_ptr<const PublishedStep> step_;
   DataFiles files_;
   std::vector<Run> runs_;  // ascending by (file, offset); empty if mapped
   std::vector<Record> records_;
@@ -69,18 +80,12 @@ class LoadedDelta {
 absl::Status CheckRecords(IoPool* pool, const Binding& binding,
                           const L61Key& key, const LoadedDelta& delta);
 
-struct ApplyCounts {
-  std::uint64_t records = 0;
-  std::uint64_t nnz = 0;
-  std::uint64_t units_written = 0;
-};
 // Adds all deltas into the bound boxes: in parallel over slices that share no
 // unit, in the deltas' order where they do. An error (kDataLoss, naming file
 // and tensor) leaves the weights in part changed.
-absl::Status ApplyDeltas(
-    IoPool* pool, const Binding& binding,
-    const std::vector<std::unique_ptr<LoadedDelta>>& deltas,
-    ApplyCounts* counts);
+absl::Status ApplyDeltas(IoPool* pool, const Binding& binding,
+                         std::span<const LoadedDelta* const> deltas,
+                         ApplyCounts* counts);
 
 }  // namespace kedge
 

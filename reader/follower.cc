@@ -64,9 +64,8 @@ Follower::Impl::Impl(FollowerOptions follower_options,
     : options(std::move(follower_options)),
       sets(std::move(held_sets)),
       store(std::move(opened)),
-      summer(L61Key::FromSeed(store->info().l61_seed)),
+      key(L61Key::FromSeed(store->info().l61_seed)),
       io_pool(options.io_threads),
-      apply_pool(ThreadsOrCores(options.apply_threads)),
       lease(store.get(), LeaseId(options), options.lease_renewal),
       channel(options.group) {
   context.store = store.get();
@@ -91,6 +90,19 @@ absl::StatusOr<std::unique_ptr<Follower::Impl>> Follower::Impl::OpenStore(
                          Store::Open(fs, options.store_path));
   auto impl =
       std::make_unique<Impl>(options, std::move(sets), std::move(store));
+  const BackendOptions backend = {
+      .apply_threads = ThreadsOrCores(options.apply_threads),
+      .check_records = options.check_records_before_pause,
+      .stream = options.stream,
+      .device_stage_bytes = options.device_stage_bytes};
+  if (options.device == nullptr) {
+    impl->backend = MakeHostBackend(backend, &impl->context, impl->key);
+  } else {
+    KEDGE_ASSIGN_OR_RETURN(
+        impl->backend,
+        MakeDeviceBackend(options.device, backend, &impl->context, impl->key));
+  }
+  KEDGE_RETURN_IF_ERROR(impl->backend->CheckTargets(impl->sets));
   KEDGE_ASSIGN_OR_RETURN(*newest, impl->ReadNewest());
   return impl;
 }
@@ -191,12 +203,20 @@ absl::Status Follower::Impl::Run(UpdateResult* result) {
 absl::Status Follower::Impl::Write(Prepared* next, UpdateResult* result) {
   const Clock::time_point start = Clock::now();
   if (next->anchor != nullptr) {
-    KEDGE_RETURN_IF_ERROR(
-        next->anchor->Run(*next->binding, &result->units_written));
+    KEDGE_RETURN_IF_ERROR(backend->WriteAnchor(
+        *next->binding, next->anchor.get(), &result->units_written));
   }
   ApplyCounts counts;
-  const absl::Status applied =
-      ApplyDeltas(&apply_pool, *next->binding, next->deltas, &counts);
+  absl::Status applied;
+  while (true) {
+    applied = backend->Apply(*next->binding, next->deltas, &counts);
+    if (!applied.ok()) break;
+    next->applied += next->deltas.size();
+    if (next->applied == next->chain.deltas.size()) break;
+    next->deltas.clear();
+    applied = StageDeltas(next);
+    if (!applied.ok()) break;
+  }
   result->records += counts.records;
   result->nnz += counts.nnz;
   result->units_written += counts.units_written;
@@ -204,14 +224,21 @@ absl::Status Follower::Impl::Write(Prepared* next, UpdateResult* result) {
   return applied;
 }
 
+absl::StatusOr<Follower::Impl::Comparison> Follower::Impl::Compare(
+    const std::shared_ptr<const Binding>& bound,
+    std::span<const std::uint64_t> l61) {
+  KEDGE_ASSIGN_OR_RETURN(const Binding::Sums sums, backend->Sum(bound));
+  return Comparison{bound->Judge(sums.residues, l61), sums.bytes};
+}
+
 absl::Status Follower::Impl::Verify(const Prepared& next,
                                     UpdateResult* result) {
   const Clock::time_point start = Clock::now();
-  const Binding::Comparison comparison =
-      next.binding->Compare(&apply_pool, summer, next.l61);
+  KEDGE_ASSIGN_OR_RETURN(const Comparison comparison,
+                         Compare(next.binding, next.l61));
   result->verify_seconds += SecondsSince(start);
-  result->tensors_verified = comparison.tensors_verified;
-  result->bytes_verified += comparison.bytes_verified;
+  result->tensors_verified = next.binding->verifiable_tensors();
+  result->bytes_verified += comparison.bytes;
   if (comparison.mismatches.empty()) return absl::OkStatus();
   return absl::DataLossError(absl::StrCat(
       store->path(), ": after the update to ", ToString(next.target->id), " ",
@@ -225,7 +252,7 @@ void Follower::Impl::Commit(Prepared* next,
   result->version = next->target->id;
   result->changed = true;
   result->joined = result->joined || next->anchor != nullptr;
-  result->deltas += next->deltas.size();
+  result->deltas += next->chain.deltas.size();
   result->bytes_read += next->bytes_read;
   result->read_seconds += next->seconds;
   if (options.commit) options.commit(next->target->id);
@@ -282,8 +309,8 @@ absl::StatusOr<Follower::Impl::Claim> Follower::Impl::ReadClaim(
 
 absl::Status Follower::Impl::VerifyHeld(std::uint64_t step) {
   KEDGE_ASSIGN_OR_RETURN(Claim claim, ReadClaim(step));
-  const Binding::Comparison comparison =
-      claim.binding->Compare(&apply_pool, summer, claim.l61);
+  KEDGE_ASSIGN_OR_RETURN(const Comparison comparison,
+                         Compare(claim.binding, claim.l61));
   if (!comparison.mismatches.empty()) {
     return absl::DataLossError(absl::StrCat(
         store->path(), ": memory does not hold ", ToString(claim.published->id),

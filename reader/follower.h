@@ -15,6 +15,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "kedge/engine/device/device.h"
 #include "kedge/engine/io/file_system.h"
 #include "kedge/format/manifest.h"
 #include "kedge/reader/group.h"
@@ -42,6 +43,24 @@ struct FollowerOptions {
   ReadMode read_mode = ReadMode::kAuto;
   int io_threads = 8;
   int apply_threads = 0;  // 0: one per core
+  // Where the weights lie. Null: in host memory. Else every target of every set
+  // lies in memory of this device, which outlives the follower; records are
+  // decoded and sums taken there, and apply_threads is not used.
+  //
+  // A pause is then one launch for each delta and one for all checksums; what
+  // these need lies on the device before `pause` is called, and nothing is
+  // allocated in it. Pinned memory: 8 MiB for each I/O thread and four more.
+  Device* device = nullptr;
+  // The stream on which weights change and are summed; null: one that the
+  // follower makes. `pause` leaves no other work on the weights in flight but
+  // what is on this stream already. When an updating call returns, all that it
+  // enqueued has run.
+  DeviceStream stream = nullptr;
+  // The most device memory that deltas take before they are applied; kept and
+  // used again. A chain that does not fit is followed in several pauses, each
+  // to a version of its own; a join then reads the later deltas during its
+  // pause. One delta that does not fit is kResourceExhausted.
+  std::uint64_t device_stage_bytes = std::uint64_t{4} << 30;
   // Passes through every version, pausing for each; for followers that may skip
   // none. Otherwise an update goes straight to the newest.
   bool every_version = false;

@@ -320,10 +320,13 @@ absl::StatusOr<UpdateResult> Follower::Impl::JoinInGroup(
         return ballot.state == FollowerState::kEmpty;
       });
   if (may_hold) {
-    const Binding::Sums own = next->binding->Sum(&apply_pool, summer);
+    const Own own = SumOwn(next->binding);
     KEDGE_ASSIGN_OR_RETURN(
         const GroupChannel::Total total,
-        channel.Add(GroupPhase::kMask, absl::StatusCode::kOk, own.residues));
+        channel.Add(GroupPhase::kMask, own.status.code(), own.sums.residues));
+    KEDGE_RETURN_IF_ERROR(channel.Failure(total.codes, own.status,
+                                          "could not look at what memory holds",
+                                          kNothingChanged));
     next->mask =
         MaskOf(*next->binding, next->binding->Judge(total.residues, next->l61));
   }
@@ -337,6 +340,19 @@ absl::StatusOr<UpdateResult> Follower::Impl::JoinInGroup(
   KEDGE_RETURN_IF_ERROR(RunInGroup(&*next, &result));
   SetLease(&result);
   return result;
+}
+
+Follower::Impl::Own Follower::Impl::SumOwn(
+    const std::shared_ptr<const Binding>& bound) {
+  Own own;
+  auto sums = backend->Sum(bound);
+  if (sums.ok()) {
+    own.sums = *std::move(sums);
+  } else {
+    own.status = sums.status();
+    own.sums.residues.assign(bound->residue_count(), 0);
+  }
+  return own;
 }
 
 absl::Status Follower::Impl::RunInGroup(Prepared* next, UpdateResult* result) {
@@ -369,13 +385,15 @@ absl::Status Follower::Impl::AfterVote(Prepared* next,
                                        const std::optional<Held>& before,
                                        UpdateResult* result) {
   const std::uint64_t read_before = bytes_read.load();
-  const absl::Status mine = WriteOrPassOver(next, result);
+  absl::Status mine = WriteOrPassOver(next, result);
   result->bytes_read += bytes_read.load() - read_before;
   Binding::Sums own;
   own.residues.assign(next->binding->residue_count(), 0);
   if (mine.ok()) {
     const Clock::time_point start = Clock::now();
-    own = next->binding->Sum(&apply_pool, summer);
+    Own summed = SumOwn(next->binding);
+    mine = std::move(summed.status);
+    own = std::move(summed.sums);
     result->verify_seconds += SecondsSince(start);
     result->bytes_verified += own.bytes;
   }
@@ -419,6 +437,16 @@ std::string Follower::Impl::BlameOwnPart(
     return "";
   }
   const TensorTable& table = next.binding->table();
+  TensorMask mask(table.size(), false);
+  for (const Binding::Mismatch& mismatch : mismatches) {
+    mask[mismatch.tensor] = true;
+  }
+  std::vector<std::shared_ptr<const LoadedDelta>> records;
+  for (const auto& delta : next.deltas) {
+    auto loaded = backend->Records(*next.binding, *delta, mask);
+    if (!loaded.ok()) return "";
+    records.push_back(*std::move(loaded));
+  }
   Offenders wrong;
   for (const Binding::Mismatch& mismatch : mismatches) {
     const std::uint32_t t = mismatch.tensor;
@@ -427,7 +455,7 @@ std::string Follower::Impl::BlameOwnPart(
     const TileGrid& grid = next.binding->grid(t);
     const std::uint32_t unit_bytes = UnitBytes(table[t].dtype);
     std::uint64_t expected = before->own_residues[mismatch.residue];
-    for (const auto& delta : next.deltas) {
+    for (const auto& delta : records) {
       for (const LoadedDelta::Record& record : delta->records()) {
         const DeltaRecord& info = delta->info(record);
         if (info.tensor != t) continue;
@@ -440,8 +468,8 @@ std::string Follower::Impl::BlameOwnPart(
                   cover.boxes.begin(), cover.boxes.end(),
                   [&](const BoxTarget& box) { return box.Contains(row, col); });
               if (!held_here) return;
-              expected = L61Add(expected, L61OfChange(summer.key(), unit,
-                                                      unit_bytes, difference));
+              expected = L61Add(expected,
+                                L61OfChange(key, unit, unit_bytes, difference));
             });
         if (!visited.ok()) return "";
       }
@@ -472,10 +500,13 @@ absl::Status Follower::Impl::VerifyHeldInGroup(std::uint64_t step) {
                      VersionsText(*ballots, &Ballot::target),
                      "; call VerifyHeld with one step on every rank, or Join"));
   }
-  Binding::Sums own = claim->binding->Sum(&apply_pool, summer);
+  Own own = SumOwn(claim->binding);
   KEDGE_ASSIGN_OR_RETURN(
       const GroupChannel::Total total,
-      channel.Add(GroupPhase::kVerify, absl::StatusCode::kOk, own.residues));
+      channel.Add(GroupPhase::kVerify, own.status.code(), own.sums.residues));
+  KEDGE_RETURN_IF_ERROR(channel.Failure(total.codes, own.status,
+                                        "could not look at what memory holds",
+                                        kNothingChanged));
   const std::vector<Binding::Mismatch> mismatches =
       claim->binding->Judge(total.residues, claim->l61);
   if (!mismatches.empty()) {
@@ -488,7 +519,7 @@ absl::Status Follower::Impl::VerifyHeldInGroup(std::uint64_t step) {
   prepared.reset();
   binding = std::move(claim->binding);
   SetHolds(Held{claim->published->id, claim->published->manifest.epoch,
-                std::move(claim->l61), std::move(own.residues)});
+                std::move(claim->l61), std::move(own.sums.residues)});
   lease.Replace(held->id.step, held->id);
   return absl::OkStatus();
 }

@@ -11,22 +11,24 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "kedge/engine/cpu/l61_sum.h"
 #include "kedge/engine/io/io_pool.h"
 #include "kedge/engine/io/store.h"
+#include "kedge/format/l61.h"
 #include "kedge/reader/anchor_load.h"
 #include "kedge/reader/binding.h"
-#include "kedge/reader/delta_load.h"
 #include "kedge/reader/follower.h"
 #include "kedge/reader/group_channel.h"
 #include "kedge/reader/read_context.h"
 #include "kedge/reader/reader_lease.h"
+#include "kedge/reader/staged_delta.h"
+#include "kedge/reader/weight_backend.h"
 
 namespace kedge {
 
@@ -39,13 +41,17 @@ struct Prepared {
   std::shared_ptr<const Binding> binding;
   Chain chain;
   std::unique_ptr<AnchorLoad> anchor;  // null: from the version held
-  std::vector<std::unique_ptr<LoadedDelta>> deltas;
+  // Of chain.deltas those from `applied` on; of a join that has no room for all
+  // at once only the next ones.
+  WeightBackend::Deltas deltas;
+  std::size_t applied = 0;
   std::vector<std::uint64_t> l61;  // at the target, by ordinal
   TensorMask mask;                 // what a join has to write; empty: all
   // Steps of anchors that proved damaged, and how the first one did.
   std::vector<std::uint64_t> passed_over;
   absl::Status anchor_error;
-  // Of a follower that skips no version: the steps after `target`.
+  // The steps after `target` that have a pause of their own: of a follower that
+  // skips no version, or of a chain for which there is no room at once.
   std::vector<SharedStep> later;
   double seconds = 0;
   std::uint64_t bytes_read = 0;
@@ -110,7 +116,8 @@ struct Follower::Impl {
   absl::Status PrepareToVersion(const VersionId& id);
   absl::StatusOr<std::vector<SharedStep>> Lineage(const SharedStep& target);
   absl::StatusOr<bool> WasAbandoned(const PublishedStep& target);
-  // The first of `steps` (every version is visited), the others for later.
+  // The first of `steps` (if every version is visited; else as many deltas as
+  // there is room for), the others for later.
   absl::Status PrepareNext(std::vector<SharedStep> steps,
                            Clock::time_point start);
   absl::Status PrepareDeltas(std::vector<SharedStep> steps,
@@ -131,11 +138,14 @@ struct Follower::Impl {
   // Replaces the chain by one through an older anchor; returns the first
   // failure if there is none.
   absl::Status UseOlderAnchor(const absl::Status& error, Prepared* next);
+  // Stages the deltas of the chain that come next, as many as there is room
+  // for, at least one.
   absl::Status LoadDeltas(Prepared* next);
+  absl::Status StageDeltas(Prepared* next);  // without counting bytes of files
   // Which tensors a join must write.
   TensorMask MaskOf(const Binding& bound,
                     const std::vector<Binding::Mismatch>& mismatches) const;
-  TensorMask MaskOfWrong(const Prepared& next);
+  absl::StatusOr<TensorMask> MaskOfWrong(const Prepared& next);
   TensorMask MaskOfChanged(const Prepared& next) const;
   // The lease covers the chain from now on, and the chain is still there.
   absl::Status PinChain(const Chain& chain);
@@ -148,6 +158,14 @@ struct Follower::Impl {
   // Write, with another anchor if one fails on the way.
   absl::Status WriteOrPassOver(Prepared* next, UpdateResult* result);
   absl::Status Verify(const Prepared& next, UpdateResult* result);
+  // What memory holds, for a process that holds every cover alone.
+  struct Comparison {
+    std::vector<Binding::Mismatch> mismatches;  // ascending by tensor
+    std::uint64_t bytes = 0;                    // that were read
+  };
+  absl::StatusOr<Comparison> Compare(
+      const std::shared_ptr<const Binding>& bound,
+      std::span<const std::uint64_t> l61);
   // After verification.
   void Commit(Prepared* next, std::vector<std::uint64_t> own_residues,
               Clock::time_point paused_at, UpdateResult* result);
@@ -185,6 +203,13 @@ struct Follower::Impl {
   // Whether all ranks hold one version and may update from it. Sets `*rejoin`
   // if they hold different ones.
   absl::Status CheckHeldAlike(const std::vector<Ballot>& ballots, bool* rejoin);
+  // What this rank's memory adds to the checksums; zeros if that failed, for
+  // the others wait for a sum.
+  struct Own {
+    absl::Status status;
+    Binding::Sums sums;
+  };
+  Own SumOwn(const std::shared_ptr<const Binding>& bound);
   // Writes `next`, verifies with the others, commits.
   absl::Status RunInGroup(Prepared* next, UpdateResult* result);
   absl::Status AfterVote(Prepared* next, const std::optional<Held>& before,
@@ -199,11 +224,11 @@ struct Follower::Impl {
   FollowerOptions options;
   std::vector<const WeightSet*> sets;
   std::unique_ptr<Store> store;
-  L61Summer summer;
+  const L61Key key;
   IoPool io_pool;
-  IoPool apply_pool;
   std::atomic<std::uint64_t> bytes_read{0};  // of data files
   ReadContext context;
+  std::unique_ptr<WeightBackend> backend;  // outlives what it staged
   std::shared_ptr<const Binding> binding;
   Clock::time_point last_directory_look;
   std::optional<Held> held;  // none while updating, poisoned, or nothing yet

@@ -115,6 +115,12 @@ absl::Status Follower::Impl::PrepareToVersion(const VersionId& id) {
       for (std::size_t k = 0; k <= i; ++k) {
         KEDGE_RETURN_IF_ERROR(AdvanceL61(*steps[k], &l61));
       }
+      std::vector<SharedStep>& rest = prepared->later;
+      if (!rest.empty()) {
+        rest.insert(rest.begin(),
+                    steps.begin() + static_cast<std::ptrdiff_t>(i + 1),
+                    steps.end());
+      }
       steps.resize(i + 1);
       prepared->deltas.resize(i + 1);
       prepared->target = steps.back();
@@ -185,6 +191,9 @@ absl::StatusOr<bool> Follower::Impl::WasAbandoned(const PublishedStep& target) {
 
 absl::Status Follower::Impl::PrepareNext(std::vector<SharedStep> steps,
                                          Clock::time_point start) {
+  if (!options.every_version) {
+    return PrepareDeltas(std::move(steps), {}, start);
+  }
   const SharedStep next = steps.front();
   steps.erase(steps.begin());
   if (next->manifest.kind == StepKind::kDelta) {
@@ -216,7 +225,22 @@ absl::Status Follower::Impl::PrepareDeltas(std::vector<SharedStep> steps,
     base = step->id;
   }
   KEDGE_RETURN_IF_ERROR(PinChain(next.chain));
+  KEDGE_RETURN_IF_ERROR(backend->Prepare(next.binding));
   KEDGE_RETURN_IF_ERROR(LoadDeltas(&next));
+  if (next.deltas.size() < next.chain.deltas.size()) {
+    // There is no room for more: the others have a pause of their own, so that
+    // no pause waits for files.
+    std::vector<SharedStep>& planned = next.chain.deltas;
+    const auto end =
+        planned.begin() + static_cast<std::ptrdiff_t>(next.deltas.size());
+    next.later.insert(next.later.begin(), end, planned.end());
+    planned.erase(end, planned.end());
+    next.target = planned.back();
+    next.l61 = held->l61;
+    for (const auto& step : planned) {
+      KEDGE_RETURN_IF_ERROR(AdvanceL61(*step, &next.l61));
+    }
+  }
   next.seconds = SecondsSince(start);
   prepared = std::move(next);
   return absl::OkStatus();
@@ -295,9 +319,10 @@ absl::Status Follower::Impl::LoadChain(Prepared* next) {
   while (true) {
     const PublishedAnchor& anchor = *next->chain.anchor;
     KEDGE_RETURN_IF_ERROR(ChainL61(next));
+    KEDGE_RETURN_IF_ERROR(backend->Prepare(next->binding));
     if (next->mask.empty()) {
       if (channel.alone() && State() != FollowerState::kEmpty) {
-        next->mask = MaskOfWrong(*next);
+        KEDGE_ASSIGN_OR_RETURN(next->mask, MaskOfWrong(*next));
       } else if (!channel.alone() && held &&
                  next->binding->table().hash() == binding->table().hash()) {
         next->mask = MaskOfChanged(*next);
@@ -305,8 +330,7 @@ absl::Status Follower::Impl::LoadChain(Prepared* next) {
     }
     absl::Status failed = PinChain(next->chain);
     if (failed.ok()) {
-      auto load =
-          AnchorLoad::Open(&context, *next->binding, next->mask, anchor);
+      auto load = backend->OpenAnchor(*next->binding, next->mask, anchor);
       if (load.ok()) {
         next->anchor = *std::move(load);
         next->bytes_read += anchor.manifest_bytes + kCommitBytes;
@@ -338,6 +362,7 @@ absl::Status Follower::Impl::UseOlderAnchor(const absl::Status& error,
   }
   next->anchor.reset();
   next->deltas.clear();
+  next->applied = 0;
   next->chain = *std::move(older);
   return absl::OkStatus();
 }
@@ -358,10 +383,10 @@ TensorMask Follower::Impl::MaskOf(
 
 // The tensors whose memory is not what `next` will make it. What verifies
 // already is not read again.
-TensorMask Follower::Impl::MaskOfWrong(const Prepared& next) {
-  return MaskOf(
-      *next.binding,
-      next.binding->Compare(&apply_pool, summer, next.l61).mismatches);
+absl::StatusOr<TensorMask> Follower::Impl::MaskOfWrong(const Prepared& next) {
+  KEDGE_ASSIGN_OR_RETURN(const Comparison comparison,
+                         Compare(next.binding, next.l61));
+  return MaskOf(*next.binding, comparison.mismatches);
 }
 
 // Likewise without a look at memory, which a rank could not judge by itself:
@@ -376,18 +401,27 @@ TensorMask Follower::Impl::MaskOfChanged(const Prepared& next) const {
 
 absl::Status Follower::Impl::LoadDeltas(Prepared* next) {
   const std::uint64_t before = bytes_read.load();
-  for (const auto& step : next->chain.deltas) {
-    KEDGE_ASSIGN_OR_RETURN(
-        std::unique_ptr<LoadedDelta> delta,
-        LoadedDelta::Load(&context, *next->binding, next->mask, step));
-    if (options.check_records_before_pause) {
-      KEDGE_RETURN_IF_ERROR(
-          CheckRecords(&apply_pool, *next->binding, summer.key(), *delta));
+  KEDGE_RETURN_IF_ERROR(StageDeltas(next));
+  next->bytes_read += bytes_read.load() - before;
+  return absl::OkStatus();
+}
+
+absl::Status Follower::Impl::StageDeltas(Prepared* next) {
+  const std::vector<SharedStep>& steps = next->chain.deltas;
+  while (next->applied + next->deltas.size() < steps.size()) {
+    const SharedStep& step = steps[next->applied + next->deltas.size()];
+    KEDGE_ASSIGN_OR_RETURN(std::unique_ptr<StagedDelta> delta,
+                           backend->Stage(next->binding, next->mask, step));
+    if (delta == nullptr) {
+      if (!next->deltas.empty()) break;
+      return absl::ResourceExhaustedError(
+          absl::StrCat(step->path,
+                       ": no room for it beside deltas of another "
+                       "update"));
     }
     next->bytes_read += step->manifest_bytes + kCommitBytes;
     next->deltas.push_back(std::move(delta));
   }
-  next->bytes_read += bytes_read.load() - before;
   return absl::OkStatus();
 }
 

@@ -34,6 +34,14 @@ struct GroupOptions {
   // kDeadlineExceeded when it passes; so it does, on every rank, if ranks come
   // with different numbers of values. Callers of the follower then get
   // kUnavailable.
+  //
+  // `values` are host memory, also where the weights are a device's: a vote is
+  // a few values, a verification one for each tensor and cover. One that sums
+  // with NCCL keeps a device buffer as large as the largest call so far (and
+  // makes it before the first pause: verification has the most), copies
+  // `values` there on a stream of its own, calls ncclAllReduce in place with
+  // ncclUint64 and ncclSum (up to 8 ranks; beyond, ncclAllGather and a sum
+  // modulo 2^61 - 1 on the host), copies back and waits for that stream.
   std::function<absl::Status(std::span<std::uint64_t> values)> reduce;
   std::string name;  // for messages ("tp")
 };

@@ -1,10 +1,12 @@
 #include "kedge/tests/reader/engine_memory.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kedge/engine/cpu/cpu_device.h"
 #include "kedge/format/status.h"
 
 namespace kedge {
@@ -29,6 +31,16 @@ std::uint64_t Product(const std::vector<std::uint64_t>& extent) {
 }
 
 }  // namespace
+
+Device* DefaultTestDevice() {
+  static Device* const device = []() -> Device* {
+    const char* name = std::getenv("KEDGE_TEST_DEVICE");
+    if (name == nullptr || *name == '\0') return nullptr;
+    KEDGE_CHECK(std::strcmp(name, "cpu") == 0);
+    return new CpuDevice;
+  }();
+  return device;
+}
 
 std::string LayoutName(Layout layout) {
   switch (layout) {
@@ -77,7 +89,8 @@ void EngineMemory::Plan(int set, const TensorSpec& spec,
 
 EngineMemory::EngineMemory(const TensorTable& table,
                            const std::vector<Part>& parts,
-                           const std::string& set_name) {
+                           const std::string& set_name, Device* device)
+    : device_(device) {
   for (const Part& part : parts) {
     const std::uint64_t previous =
         planned_.empty() ? 0 : planned_.back().offset;
@@ -94,7 +107,9 @@ EngineMemory::EngineMemory(const TensorTable& table,
 }
 
 EngineMemory::EngineMemory(const TensorTable& table, Layout layout,
-                           const std::vector<std::string>& without) {
+                           const std::vector<std::string>& without,
+                           Device* device)
+    : device_(device) {
   const auto add = [&](int set, const TensorSpec& spec,
                        std::vector<std::uint64_t> begin,
                        std::vector<std::uint64_t> extent,
@@ -200,13 +215,25 @@ EngineMemory::EngineMemory(const TensorTable& table, Layout layout,
 }
 
 void EngineMemory::Place(const std::vector<std::string>& set_names) {
-  arena_.resize(used_ + 64);
-  owned_.resize(arena_.size(), false);
+  const std::uint64_t bytes = used_ + 64;
+  if (device_ != nullptr) {
+    auto memory = device_->Allocate(MemoryKind::kDevice, bytes);
+    KEDGE_CHECK(memory.ok());
+    memory_ = *std::move(memory);
+  }
+  if (dynamic_cast<CpuDevice*>(device_) != nullptr) {
+    arena_ = memory_.data();
+  } else {
+    host_.resize(bytes);
+    arena_ = host_.data();
+  }
+  owned_.resize(bytes, false);
   for (const std::string& name : set_names) {
     sets_.push_back(std::make_unique<WeightSet>(name));
   }
   for (Planned& planned : planned_) {
-    planned.target.data = arena_.data() + planned.offset;
+    planned.target.data =
+        (device_ != nullptr ? memory_.data() : arena_) + planned.offset;
     const absl::Status added =
         sets_[static_cast<std::size_t>(planned.set)]->Add(planned.target);
     KEDGE_CHECK(added.ok());
@@ -251,7 +278,28 @@ std::vector<const WeightSet*> EngineMemory::sets() const {
 
 void EngineMemory::Fill(std::byte value) {
   fill_ = value;
-  std::fill(arena_.begin(), arena_.end(), value);
+  std::fill(arena_, arena_ + owned_.size(), value);
+  Push();
+}
+
+void EngineMemory::Push() {
+  if (host_.empty() || device_ == nullptr) return;
+  KEDGE_CHECK(
+      device_->Copy(memory_.data(), host_.data(), host_.size(), nullptr).ok());
+  KEDGE_CHECK(device_->WaitForStream(nullptr).ok());
+}
+
+const std::byte* EngineMemory::Address(const std::string& name,
+                                       std::uint64_t element) {
+  const std::byte* const at = At(name, element);
+  return device_ == nullptr ? at : memory_.data() + (at - arena_);
+}
+
+void EngineMemory::Pull() const {
+  if (host_.empty() || device_ == nullptr) return;
+  KEDGE_CHECK(
+      device_->Copy(host_.data(), memory_.data(), host_.size(), nullptr).ok());
+  KEDGE_CHECK(device_->WaitForStream(nullptr).ok());
 }
 
 void EngineMemory::Load(const ModelBytes& model) {
@@ -259,26 +307,28 @@ void EngineMemory::Load(const ModelBytes& model) {
     const std::vector<std::byte>& bytes = model.at(planned.target.name);
     const std::uint64_t element = ElementBytes(planned.target.dtype);
     ForEach(planned, [&](std::uint64_t flat, std::uint64_t at) {
-      std::memcpy(arena_.data() + at, bytes.data() + flat * element, element);
+      std::memcpy(arena_ + at, bytes.data() + flat * element, element);
     });
   }
+  Push();
 }
 
 std::string EngineMemory::Difference(const ModelBytes& model) const {
+  Pull();
   std::string difference;
   for (const Planned& planned : planned_) {
     const std::vector<std::byte>& bytes = model.at(planned.target.name);
     const std::uint64_t element = ElementBytes(planned.target.dtype);
     ForEach(planned, [&](std::uint64_t flat, std::uint64_t at) {
       if (difference.empty() &&
-          std::memcmp(arena_.data() + at, bytes.data() + flat * element,
-                      element) != 0) {
+          std::memcmp(arena_ + at, bytes.data() + flat * element, element) !=
+              0) {
         difference = absl::StrCat(planned.target.name, " of set ", planned.set,
                                   " differs at element ", flat);
       }
     });
   }
-  for (std::size_t i = 0; i < arena_.size() && difference.empty(); ++i) {
+  for (std::size_t i = 0; i < owned_.size() && difference.empty(); ++i) {
     if (!owned_[i] && arena_[i] != fill_) {
       difference =
           absl::StrCat("byte ", i, " outside every target was written");
@@ -288,11 +338,12 @@ std::string EngineMemory::Difference(const ModelBytes& model) const {
 }
 
 std::byte* EngineMemory::At(const std::string& name, std::uint64_t element) {
+  Pull();
   std::byte* found = nullptr;
   for (const Planned& planned : planned_) {
     if (planned.target.name != name || found != nullptr) continue;
     ForEach(planned, [&](std::uint64_t flat, std::uint64_t at) {
-      if (flat == element) found = arena_.data() + at;
+      if (flat == element) found = arena_ + at;
     });
   }
   KEDGE_CHECK(found != nullptr);
@@ -312,13 +363,12 @@ std::optional<std::uint64_t> EngineMemory::SomeElement(
 }
 
 std::vector<std::byte> EngineMemory::Contents() const {
+  Pull();
   std::vector<std::byte> contents;
   for (const Planned& planned : planned_) {
     const std::uint64_t element = ElementBytes(planned.target.dtype);
     ForEach(planned, [&](std::uint64_t, std::uint64_t at) {
-      contents.insert(
-          contents.end(), arena_.begin() + static_cast<std::ptrdiff_t>(at),
-          arena_.begin() + static_cast<std::ptrdiff_t>(at + element));
+      contents.insert(contents.end(), arena_ + at, arena_ + at + element);
     });
   }
   return contents;

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "kedge/engine/device/device.h"
 #include "kedge/format/tensor_table.h"
 #include "kedge/reader/weight_set.h"
 #include "kedge/tests/support/test_model.h"
@@ -31,11 +32,18 @@ inline constexpr Layout kAllLayouts[] = {
     Layout::kRows,  Layout::kColumns, Layout::kReplicas};
 std::string LayoutName(Layout layout);
 
+// Where tests put weights unless they say otherwise: null, host memory; a
+// CpuDevice that lives for ever if the environment's KEDGE_TEST_DEVICE is
+// "cpu".
+Device* DefaultTestDevice();
+
 class EngineMemory {
  public:
-  // `without` are tensors that this engine has no place for.
+  // `without` are tensors that this engine has no place for. The memory is that
+  // of `device`, which outlives it; null: the host's.
   EngineMemory(const TensorTable& table, Layout layout,
-               const std::vector<std::string>& without = {});
+               const std::vector<std::string>& without = {},
+               Device* device = DefaultTestDevice());
 
   // A box of a tensor. Empty strides: row-major, contiguous.
   struct Part {
@@ -49,7 +57,8 @@ class EngineMemory {
   };
   // One set that holds these.
   EngineMemory(const TensorTable& table, const std::vector<Part>& parts,
-               const std::string& set_name);
+               const std::string& set_name,
+               Device* device = DefaultTestDevice());
 
   std::vector<const WeightSet*> sets() const;
 
@@ -61,7 +70,11 @@ class EngineMemory {
   // targets was written since Fill; else says where not.
   std::string Difference(const ModelBytes& model) const;
   // The address of an element of a tensor, in the first target that has it.
+  // Memory that only the device can reach: in a copy; Push brings changes back.
   std::byte* At(const std::string& name, std::uint64_t element);
+  void Push();
+  // Likewise where the device has it, for comparisons.
+  const std::byte* Address(const std::string& name, std::uint64_t element);
   // An element that the first target of a tensor with any has; nothing if none
   // has one.
   std::optional<std::uint64_t> SomeElement(const std::string& name) const;
@@ -85,8 +98,14 @@ class EngineMemory {
   // Gives every planned target its memory, in sets of these names.
   void Place(const std::vector<std::string>& set_names);
 
+  // Brings what memory holds into arena_.
+  void Pull() const;
+
+  Device* device_;
   std::uint64_t used_ = 64;
-  std::vector<std::byte> arena_;
+  DeviceMemory memory_;
+  std::byte* arena_ = nullptr;  // memory_, or host_
+  mutable std::vector<std::byte> host_;
   std::vector<bool> owned_;  // bytes of arena_ that targets hold
   std::byte fill_{0};
   std::vector<Planned> planned_;

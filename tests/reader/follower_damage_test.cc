@@ -247,12 +247,15 @@ TEST_F(WrongStepTest, AMalformedRecordNeverReachesTheWeights) {
   EXPECT_EQ(follower->state(), FollowerState::kReady);
   EXPECT_EQ(memory_.Difference(run_.at(4)), "");
 
-  // Unchecked, it is found while it is applied.
+  // Unchecked, it is found while it is applied; but headers are read before the
+  // pause where a device does the rest.
   const auto trusting = Holding(/*check=*/false);
   const absl::Status late = trusting->Update().status();
   EXPECT_TRUE(absl::IsDataLoss(late)) << late;
   EXPECT_THAT(std::string(late.message()), HasSubstr("tensor " + name));
-  EXPECT_EQ(trusting->state(), FollowerState::kPoisoned);
+  EXPECT_EQ(trusting->state(), DefaultTestDevice() == nullptr
+                                   ? FollowerState::kPoisoned
+                                   : FollowerState::kReady);
   ASSERT_TRUE(trusting->JoinStep(4).ok());
   EXPECT_EQ(memory_.Difference(run_.at(4)), "");
 }

@@ -652,6 +652,9 @@ TEST_F(GroupTest, WrongWeightsOnOneRankPoisonAllAndNameTensorAndRank) {
 
 // Bytes that change under one rank after they were checked.
 TEST_F(GroupTest, ADeltaThatCannotBeAppliedOnOneRankPoisonsAll) {
+  if (DefaultTestDevice() != nullptr) {
+    GTEST_SKIP() << "what is on a device by then does not change";
+  }
   run_.PublishUpTo(2);
   const std::string file = DataFilesOf(run_.StepPath(2)).front();
   const auto size = std::filesystem::file_size(file);

@@ -33,13 +33,30 @@ class PublishedRun {
   // Publishes v0, with an anchor.
   explicit PublishedRun(std::uint64_t seed = 1, std::uint64_t scale = 1)
       : random_(seed) {
-    unsynced_.set_script(SkipSyncs);
     const TestModel model(seed, scale);
     weights_ = model.Bytes();
     for (TrainerTensor tensor : model.Tensors()) {
       tensor.strides_bytes.clear();  // weights_ is contiguous
       tensors_.push_back(std::move(tensor));
     }
+    Create();
+  }
+  // Likewise, of a model with these tensors (names, dtypes, shapes).
+  PublishedRun(std::vector<TrainerTensor> tensors, std::uint64_t seed)
+      : random_(seed), tensors_(std::move(tensors)) {
+    for (const TrainerTensor& tensor : tensors_) {
+      std::uint64_t bytes = ElementBytes(tensor.dtype);
+      for (const std::uint64_t extent : tensor.shape) bytes *= extent;
+      std::vector<std::byte>& values = weights_[tensor.name];
+      values.resize(bytes);
+      for (std::byte& value : values) value = std::byte(random_());
+    }
+    Create();
+  }
+
+ private:
+  void Create() {
+    unsynced_.set_script(SkipSyncs);
     options_.store_path = path();
     options_.fs = &unsynced_;
     options_.io_threads = 2;
@@ -53,6 +70,7 @@ class PublishedRun {
     Remember();
   }
 
+ public:
   // Trains and publishes `step`; an anchor too if asked for.
   void Publish(std::uint64_t step, bool anchor = false,
                double fraction = 0.02) {
@@ -148,6 +166,7 @@ class PublishedRun {
     options.io_threads = 2;
     options.apply_threads = 2;
     options.retry_deadline = std::chrono::milliseconds(0);
+    options.device = DefaultTestDevice();
     return options;
   }
   std::unique_ptr<Follower> Open(const EngineMemory& memory,

@@ -90,11 +90,17 @@ std::vector<EngineMemory::Part> PartsOf(const TensorTable& table, Split split,
 
 ReaderGroup::ReaderGroup(const PublishedRun& run, Split split,
                          std::uint32_t size, const Adjust& adjust,
-                         std::chrono::milliseconds reduce_deadline)
-    : run_(run), size_(size), adjust_(adjust), reducer_(size, reduce_deadline) {
+                         std::chrono::milliseconds reduce_deadline,
+                         std::vector<Device*> devices)
+    : run_(run),
+      size_(size),
+      adjust_(adjust),
+      devices_(std::move(devices)),
+      reducer_(size, reduce_deadline) {
+  if (devices_.empty()) devices_.assign(size, DefaultTestDevice());
   for (std::uint32_t r = 0; r < size; ++r) {
     memories_.push_back(std::make_unique<EngineMemory>(
-        run.table(), PartsOf(run.table(), split, r, size), "w"));
+        run.table(), PartsOf(run.table(), split, r, size), "w", devices_[r]));
     faults_.push_back(std::make_unique<FaultFileSystem>());
   }
   followers_.resize(size);
@@ -117,6 +123,7 @@ std::vector<absl::Status> ReaderGroup::Open() {
   return OnAll([&](std::uint32_t r) {
     FollowerOptions options = run_.Options();
     options.fs = faults_[r].get();
+    options.device = devices_[r];
     options.io_threads = 1;
     options.apply_threads = 1;
     options.group.rank = r;

@@ -46,7 +46,8 @@ class ReaderGroup {
   ReaderGroup(
       const PublishedRun& run, Split split, std::uint32_t size,
       const Adjust& adjust = nullptr,
-      std::chrono::milliseconds reduce_deadline = std::chrono::seconds(60));
+      std::chrono::milliseconds reduce_deadline = std::chrono::seconds(60),
+      std::vector<Device*> devices = {});  // by rank; none: the default one
 
   std::uint32_t size() const { return size_; }
   EngineMemory& memory(std::uint32_t rank) { return *memories_[rank]; }
@@ -83,6 +84,7 @@ class ReaderGroup {
   const PublishedRun& run_;
   const std::uint32_t size_;
   Adjust adjust_;
+  std::vector<Device*> devices_;
   ThreadReducer reducer_;
   std::vector<std::unique_ptr<EngineMemory>> memories_;
   std::vector<std::unique_ptr<FaultFileSystem>> faults_;
