@@ -137,7 +137,7 @@ absl::Status KedgeWrite(Bench& bench, IoPool& pool) {
   const Hash128 hash = HashBytes128(std::as_bytes(std::span(manifest)));
   KEDGE_RETURN_IF_ERROR(
       staging->WriteCommit(std::as_bytes(std::span(manifest)),
-                           std::as_bytes(std::span(hash.bytes))));
+                           std::as_bytes(std::span(hash.bytes)), pool));
   KEDGE_RETURN_IF_ERROR(
       staging->PublishAs(bench.KedgePath(), [] { return false; }));
   return staging->parent_sync_status();

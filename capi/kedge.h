@@ -469,10 +469,10 @@ KEDGE_API kedge_status kedge_hook_begin_step(kedge_hook* hook, uint64_t step,
                                              int32_t anchor,
                                              kedge_error** error);
 /* New weights for bytes [begin, begin + bytes) of parameters[parameter], at
- * `pinned_source`: copies them to the device on `stream`, where work enqueued
- * later sees them, and queues the difference. Ranges are whole elements, in
- * any order, each written once a step. The source must not change until
- * *ticket has passed.
+ * `pinned_source`: copies them to the device on `stream` and queues the
+ * difference. The parameter has them when kedge_hook_end_step returns. Ranges
+ * are whole elements, in any order, each written once a step. The source must
+ * not change until *ticket has passed.
  *   KEDGE_FAILED_PRECONDITION  not within a step, a frozen parameter, a range
  *                              written twice. The weights are on their way
  *                              nevertheless, and the source is free when

@@ -97,22 +97,22 @@ std::vector<std::string> Binding::UnverifiedNames() const {
   return names;
 }
 
-Binding::Sums Binding::Sum(IoPool* pool, const L61Summer& summer) const {
-  std::vector<std::uint64_t> parts(jobs_.size());
+void Binding::Sum(IoPool* pool, const L61Summer& summer, Sums* sums) const {
+  std::vector<std::uint64_t>& parts = sums->parts;
+  parts.assign(jobs_.size(), 0);
   const absl::Status summed =
       ParallelFor(pool, jobs_.size(), [&](std::size_t i) {
         parts[i] = summer.SumBox(grids_[jobs_[i].tensor], jobs_[i].box);
         return absl::OkStatus();
       });
   KEDGE_CHECK(summed.ok());  // summing cannot fail
-  Sums sums;
-  sums.residues.assign(residues_.size(), 0);
+  sums->residues.assign(residues_.size(), 0);
+  sums->bytes = 0;
   for (std::size_t i = 0; i < jobs_.size(); ++i) {
-    std::uint64_t& residue = sums.residues[jobs_[i].residue];
+    std::uint64_t& residue = sums->residues[jobs_[i].residue];
     residue = L61Add(residue, parts[i]);
-    sums.bytes += jobs_[i].box.unit_count() * jobs_[i].box.unit_bytes;
+    sums->bytes += jobs_[i].box.unit_count() * jobs_[i].box.unit_bytes;
   }
-  return sums;
 }
 
 std::vector<Binding::Mismatch> Binding::Judge(

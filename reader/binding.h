@@ -49,9 +49,12 @@ class Binding {
   struct Sums {
     std::vector<std::uint64_t> residues;  // residue_count()
     std::uint64_t bytes = 0;              // that were read
+    // What each thread's work came to; stays, to be used again.
+    std::vector<std::uint64_t> parts;
   };
   std::size_t residue_count() const { return residues_.size(); }
-  Sums Sum(IoPool* pool, const L61Summer& summer) const;  // in host memory
+  // In host memory; replaces `*sums`.
+  void Sum(IoPool* pool, const L61Summer& summer, Sums* sums) const;
   // Calls visit(residue, tensor, box) for each box of each of these covers.
   template <typename Visit>
   void VisitCovers(Visit&& visit) const {

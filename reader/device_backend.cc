@@ -14,6 +14,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "kedge/engine/device/kernel_tasks.h"
 #include "kedge/format/codec.h"
 #include "kedge/format/layout.h"
@@ -217,7 +218,7 @@ class DeviceBackend : public WeightBackend {
                            std::uint64_t* units_written) override;
   absl::Status Apply(const Binding& binding, const Deltas& deltas,
                      ApplyCounts* counts) override;
-  absl::StatusOr<Binding::Sums> Sum(const SharedBinding& binding) override;
+  absl::Status Sum(const SharedBinding& binding, Binding::Sums* sums) override;
   absl::StatusOr<std::shared_ptr<const LoadedDelta>> Records(
       const Binding& binding, const StagedDelta& delta,
       const TensorMask& mask) override {
@@ -289,6 +290,7 @@ absl::Status DeviceBackend::CheckTargets(
       std::uint64_t low = data;
       std::uint64_t high = data + ElementBytes(target.dtype) - 1;
       std::uint64_t contiguous = ElementBytes(target.dtype);
+      std::uint64_t bits = data;  // below a unit's size: of any address
       bool empty = false;
       for (std::size_t d = extent.size(); d-- > 0;) {
         if (extent[d] == 0) empty = true;
@@ -299,9 +301,19 @@ absl::Status DeviceBackend::CheckTargets(
                 ? contiguous
                 : static_cast<std::uint64_t>(target.strides_bytes[d]);
         (backwards ? low : high) += (extent[d] - 1) * stride;
+        if (extent[d] > 1) bits |= stride;
         contiguous *= extent[d];
       }
       if (empty) continue;
+      const std::uint32_t unit_bytes = UnitBytes(target.dtype);
+      if (bits % unit_bytes != 0) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            "tensor ", target.name, " in ", set->name(),
+            ": expected elements at multiples of ", unit_bytes,
+            " bytes, found address ", Hex64(data), " and strides [",
+            absl::StrJoin(target.strides_bytes, ", "),
+            "], which a kernel cannot read; lay it out in whole elements"));
+      }
       for (const std::uint64_t end : {low, high}) {
         if (device_->IsDeviceMemory(reinterpret_cast<const void*>(end))) {
           continue;
@@ -344,21 +356,22 @@ absl::StatusOr<DeviceSums*> DeviceBackend::SumsOf(
   return sums_.back().sums.get();
 }
 
-absl::StatusOr<Binding::Sums> DeviceBackend::Sum(const SharedBinding& binding) {
+absl::Status DeviceBackend::Sum(const SharedBinding& binding,
+                                Binding::Sums* sums) {
   KEDGE_ASSIGN_OR_RETURN(DeviceSums* const ready, SumsOf(binding));
-  Binding::Sums sums;
+  sums->bytes = 0;
   if (ready == nullptr) {
-    sums.residues.assign(binding->residue_count(), 0);
-    return sums;
+    sums->residues.assign(binding->residue_count(), 0);
+    return absl::OkStatus();
   }
   absl::Status status = ready->Enqueue(stream_);
   status.Update(WaitOut(device_, stream_));
   KEDGE_RETURN_IF_ERROR(status);
   const std::span<const std::uint64_t> residues = ready->residues();
   KEDGE_CHECK(residues.size() == binding->residue_count());
-  sums.residues.assign(residues.begin(), residues.end());
-  sums.bytes = ready->bytes();
-  return sums;
+  sums->residues.assign(residues.begin(), residues.end());
+  sums->bytes = ready->bytes();
+  return absl::OkStatus();
 }
 
 // --------------------------------------------------------------------- deltas

@@ -224,10 +224,16 @@ absl::Status Follower::Impl::Write(Prepared* next, UpdateResult* result) {
   return applied;
 }
 
+absl::Status Follower::Impl::PrepareSums(
+    const std::shared_ptr<const Binding>& bound) {
+  sums.residues.reserve(bound->residue_count());
+  return backend->Prepare(bound);
+}
+
 absl::StatusOr<Follower::Impl::Comparison> Follower::Impl::Compare(
     const std::shared_ptr<const Binding>& bound,
     std::span<const std::uint64_t> l61) {
-  KEDGE_ASSIGN_OR_RETURN(const Binding::Sums sums, backend->Sum(bound));
+  KEDGE_RETURN_IF_ERROR(backend->Sum(bound, &sums));
   return Comparison{bound->Judge(sums.residues, l61), sums.bytes};
 }
 

@@ -345,12 +345,10 @@ absl::StatusOr<UpdateResult> Follower::Impl::JoinInGroup(
 Follower::Impl::Own Follower::Impl::SumOwn(
     const std::shared_ptr<const Binding>& bound) {
   Own own;
-  auto sums = backend->Sum(bound);
-  if (sums.ok()) {
-    own.sums = *std::move(sums);
-  } else {
-    own.status = sums.status();
+  own.status = backend->Sum(bound, &own.sums);
+  if (!own.status.ok()) {
     own.sums.residues.assign(bound->residue_count(), 0);
+    own.sums.bytes = 0;
   }
   return own;
 }

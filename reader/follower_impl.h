@@ -163,6 +163,8 @@ struct Follower::Impl {
     std::vector<Binding::Mismatch> mismatches;  // ascending by tensor
     std::uint64_t bytes = 0;                    // that were read
   };
+  // Makes ready what Compare and SumOwn need, so that a pause has no need to.
+  absl::Status PrepareSums(const std::shared_ptr<const Binding>& bound);
   absl::StatusOr<Comparison> Compare(
       const std::shared_ptr<const Binding>& bound,
       std::span<const std::uint64_t> l61);
@@ -234,6 +236,7 @@ struct Follower::Impl {
   std::optional<Held> held;  // none while updating, poisoned, or nothing yet
   bool superseded = false;   // the held version is no ancestor any more
   std::optional<Prepared> prepared;
+  Binding::Sums sums;  // of Compare: stays, to be used again
   ReaderLease lease;
 
   GroupChannel channel;

@@ -225,7 +225,7 @@ absl::Status Follower::Impl::PrepareDeltas(std::vector<SharedStep> steps,
     base = step->id;
   }
   KEDGE_RETURN_IF_ERROR(PinChain(next.chain));
-  KEDGE_RETURN_IF_ERROR(backend->Prepare(next.binding));
+  KEDGE_RETURN_IF_ERROR(PrepareSums(next.binding));
   KEDGE_RETURN_IF_ERROR(LoadDeltas(&next));
   if (next.deltas.size() < next.chain.deltas.size()) {
     // There is no room for more: the others have a pause of their own, so that
@@ -319,7 +319,7 @@ absl::Status Follower::Impl::LoadChain(Prepared* next) {
   while (true) {
     const PublishedAnchor& anchor = *next->chain.anchor;
     KEDGE_RETURN_IF_ERROR(ChainL61(next));
-    KEDGE_RETURN_IF_ERROR(backend->Prepare(next->binding));
+    KEDGE_RETURN_IF_ERROR(PrepareSums(next->binding));
     if (next->mask.empty()) {
       if (channel.alone() && State() != FollowerState::kEmpty) {
         KEDGE_ASSIGN_OR_RETURN(next->mask, MaskOfWrong(*next));

@@ -137,8 +137,9 @@ class HostBackend : public WeightBackend {
     return ApplyDeltas(&pool_, binding, loaded, counts);
   }
 
-  absl::StatusOr<Binding::Sums> Sum(const SharedBinding& binding) override {
-    return binding->Sum(&pool_, summer_);
+  absl::Status Sum(const SharedBinding& binding, Binding::Sums* sums) override {
+    binding->Sum(&pool_, summer_, sums);
+    return absl::OkStatus();
   }
 
   absl::StatusOr<std::shared_ptr<const LoadedDelta>> Records(

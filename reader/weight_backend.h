@@ -73,8 +73,10 @@ class WeightBackend {
   virtual absl::Status Apply(const Binding& binding, const Deltas& deltas,
                              ApplyCounts* counts) = 0;
 
-  // Binding::Sums from what memory holds now.
-  virtual absl::StatusOr<Binding::Sums> Sum(const SharedBinding& binding) = 0;
+  // Replaces `*sums` by what memory holds now. On a device nothing is allocated
+  // if there is room for Binding::residue_count() residues.
+  virtual absl::Status Sum(const SharedBinding& binding,
+                           Binding::Sums* sums) = 0;
 
   // ------------------------------------------------------------ when it fails
   // The records of the tensors in `mask`, in host memory.

@@ -2,12 +2,14 @@
 
 #include <algorithm>
 
+#include "absl/strings/str_cat.h"
 #include "kedge/format/limits.h"
 
 namespace kedge {
 
-AnchorFeed::AnchorFeed(int threads, std::size_t capacity, bool gathers)
-    : jobs_(capacity), done_(capacity) {
+AnchorFeed::AnchorFeed(int threads, std::size_t capacity, bool gathers,
+                       std::chrono::milliseconds deadline)
+    : deadline_(deadline), jobs_(capacity), done_(capacity) {
   threads = std::max(threads, 1);
   for (int i = 0; i < threads; ++i) {
     // Not filled: what no job needs is never touched.
@@ -37,7 +39,14 @@ std::uint64_t AnchorFeed::Push(const Job& job) {
   std::uint64_t count;
   {
     std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [this] { return pushed_ - passed_ < jobs_.size(); });
+    if (!changed_.wait_for(lock, deadline_, [this] {
+          return !status_.ok() || pushed_ - passed_ < jobs_.size();
+        })) {
+      status_ = absl::UnavailableError(absl::StrCat(
+          "an anchor's bytes: none of ", jobs_.size(), " writes was done in ",
+          deadline_.count(), " ms; the storage hangs"));
+    }
+    if (!status_.ok()) return pushed_;
     jobs_[pushed_ % jobs_.size()] = job;
     done_[pushed_ % jobs_.size()] = false;
     count = ++pushed_;
@@ -57,9 +66,24 @@ bool AnchorFeed::HasPassed(std::uint64_t count) const {
   return passed_ >= count;
 }
 
-void AnchorFeed::WaitFor(std::uint64_t count) const {
+absl::Status AnchorFeed::WaitFor(std::uint64_t count) const {
   std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [&] { return passed_ >= count; });
+  if (changed_.wait_for(lock, deadline_, [&] { return passed_ >= count; })) {
+    return absl::OkStatus();
+  }
+  return absl::UnavailableError(
+      absl::StrCat("an anchor's bytes: ", count - passed_,
+                   " writes were not done in ", deadline_.count(),
+                   " ms; the storage hangs, and still reads their sources"));
+}
+
+absl::Status AnchorFeed::WaitUntilIdle() const {
+  std::uint64_t count;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    count = pushed_;
+  }
+  return WaitFor(count);
 }
 
 void AnchorFeed::Work(std::byte* scratch) {

@@ -4,6 +4,7 @@
 // Threads that write an anchor's bytes while a step goes on, from where the
 // optimizer has them. Private to writer/.
 
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -34,27 +35,32 @@ class AnchorFeed {
   };
 
   // `gathers`: some sources are not contiguous; a buffer of kPieceBytes a
-  // thread.
-  AnchorFeed(int threads, std::size_t capacity, bool gathers);
+  // thread. `deadline`: of what is said to have one.
+  AnchorFeed(int threads, std::size_t capacity, bool gathers,
+             std::chrono::milliseconds deadline);
   ~AnchorFeed();
   AnchorFeed(const AnchorFeed&) = delete;
   AnchorFeed& operator=(const AnchorFeed&) = delete;
 
   // Later jobs are of `writer`, which outlives them. Waits for earlier ones.
   void Begin(AnchorWriter* writer);
-  // Queues a job; waits while `capacity` jobs are not done. After a failure
-  // jobs are passed over. Returns how many were ever queued.
+  // Queues a job; waits while `capacity` jobs are not done, up to the deadline,
+  // which is a failure. After one jobs are passed over. Returns how many were
+  // ever queued.
   std::uint64_t Push(const Job& job);
   // Waits for every job. The first error since Begin.
   absl::Status Finish();
 
   // Whether the first `count` jobs that were ever queued are done.
   bool HasPassed(std::uint64_t count) const;
-  void WaitFor(std::uint64_t count) const;
+  // kUnavailable after the deadline: their sources are then still in use.
+  absl::Status WaitFor(std::uint64_t count) const;
+  absl::Status WaitUntilIdle() const;
 
  private:
   void Work(std::byte* scratch);
 
+  const std::chrono::milliseconds deadline_;
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   std::vector<Job> jobs_ ABSL_GUARDED_BY(mutex_);   // [capacity], a ring

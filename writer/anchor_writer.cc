@@ -360,7 +360,7 @@ absl::Status AnchorWriter::Commit(std::uint32_t epoch, const VersionId& version,
   commit_bytes_.assign(commit_bytes.begin(), commit_bytes.end());
   total_bytes_ = bytes.size() + commit_bytes_.size();
   for (const DataFile& file : whole.files) total_bytes_ += file.bytes;
-  return staging_->WriteCommit(bytes, commit_bytes_);
+  return staging_->WriteCommit(bytes, commit_bytes_, *pool_);
 }
 
 absl::StatusOr<AnchorPart> MergeAnchorParts(std::span<const AnchorPart> parts,

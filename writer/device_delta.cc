@@ -18,6 +18,10 @@ constexpr std::uint64_t kRingAlignment = 256;
 // What is copied from the ring at once.
 constexpr std::uint64_t kBounceBytes = std::uint64_t{8} << 20;
 
+// Chunks keep their place within this many bytes, so that kernels may read
+// vectors where they could in the parameter.
+constexpr std::uint64_t kVectorBytes = 16;
+
 // At most what the parts of `slice` take in the arena. A change costs at most
 // 14 + 1 bits of gap and sign, 5 of unary code (a list of n gaps has n ones and
 // below 2.5 n zeros more), and 2 w of its difference; a dense tile is never
@@ -88,10 +92,13 @@ absl::StatusOr<std::unique_ptr<DeviceDelta>> DeviceDelta::Create(
   for (std::byte*& carry : delta->carries_) {
     KEDGE_RETURN_IF_ERROR(take(kDevice, options.carry_bytes, &carry));
   }
+  delta->chunk_memory_ = 2 * (AlignUp(options.chunk_bytes) + kVectorBytes);
+  KEDGE_RETURN_IF_ERROR(
+      take(kDevice, delta->chunk_memory_, &delta->old_memory_));
+  KEDGE_RETURN_IF_ERROR(
+      take(kDevice, delta->chunk_memory_, &delta->new_memory_));
   for (std::uint32_t i = 0; i < kSlots; ++i) {
     Slot& slot = delta->slots_[i];
-    KEDGE_RETURN_IF_ERROR(take(kDevice, options.chunk_bytes, &slot.old_bytes));
-    KEDGE_RETURN_IF_ERROR(take(kDevice, options.chunk_bytes, &slot.new_bytes));
     KEDGE_RETURN_IF_ERROR(
         take(kPinned, options.max_slices * sizeof(EncodeSlice), &slot.slices));
     KEDGE_RETURN_IF_ERROR(take(kDevice,
@@ -106,9 +113,9 @@ absl::StatusOr<std::unique_ptr<DeviceDelta>> DeviceDelta::Create(
     slot.quantise_names = delta->quantise_names_.data() +
                           std::size_t{i} * options.max_quantise_tasks;
     slot.about = delta->abouts_.data() + std::size_t{i} * options.max_slices;
-    KEDGE_ASSIGN_OR_RETURN(slot.old_copied_event, device.CreateEvent());
+    KEDGE_ASSIGN_OR_RETURN(slot.arrived_event, device.CreateEvent());
     KEDGE_ASSIGN_OR_RETURN(slot.filled_event, device.CreateEvent());
-    slot.old_copied = slot.old_copied_event.get();
+    slot.arrived = slot.arrived_event.get();
     slot.filled = slot.filled_event.get();
   }
   KEDGE_RETURN_IF_ERROR(take(kDevice, options.ring_bytes, &delta->ring_));
@@ -164,17 +171,36 @@ void DeviceDelta::BeginStep(StoreWriter::DeltaAttempt* attempt,
   status_ = absl::OkStatus();
 }
 
-absl::StatusOr<DeviceDelta::Slot*> DeviceDelta::WaitForSlot() {
+absl::StatusOr<DeviceDelta::Slot*> DeviceDelta::WaitForSlot(std::uint64_t bytes,
+                                                            const void* like) {
+  KEDGE_CHECK(bytes <= options_.chunk_bytes);
+  const std::uint64_t taken = AlignUp(bytes) + kVectorBytes;
   std::unique_lock<std::mutex> lock(mutex_);
-  if (!changed_.wait_for(lock, options_.deadline, [this] {
-        return submitted_ - diffed_count_ < kSlots;
-      })) {
+  // Behind the chunk before, or from the start again.
+  const std::uint64_t begin =
+      taken <= chunk_memory_ - chunk_memory_end_ ? chunk_memory_end_ : 0;
+  const std::uint64_t end = begin + taken;
+  const auto is_free = [&] {
+    if (submitted_ - diffed_count_ == kSlots) return false;
+    for (std::uint64_t n = diffed_count_; n < submitted_; ++n) {
+      const Slot& other = slots_[n % kSlots];
+      if (begin < other.memory_end && other.memory_begin < end) return false;
+    }
+    return true;
+  };
+  if (!changed_.wait_for(lock, options_.deadline, is_free)) {
     return absl::UnavailableError(absl::StrCat(
         device_->name(), ": no chunk was diffed in ", options_.deadline.count(),
         " ms; the device or the storage hangs"));
   }
   Slot& slot = slots_[submitted_ % kSlots];
   slot.Clear();
+  slot.memory_begin = begin;
+  slot.memory_end = end;
+  const std::uint64_t phase =
+      reinterpret_cast<std::uintptr_t>(like) % kVectorBytes;
+  slot.old_bytes = old_memory_ + begin + phase;
+  slot.new_bytes = new_memory_ + begin + phase;
   return &slot;
 }
 
@@ -214,7 +240,9 @@ std::uint64_t DeviceDelta::Submit(const absl::Status& status) {
   std::uint64_t number;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    slots_[submitted_ % kSlots].status = status;
+    Slot& slot = slots_[submitted_ % kSlots];
+    slot.status = status;
+    chunk_memory_end_ = slot.memory_end;
     number = ++submitted_;
   }
   changed_.notify_all();
@@ -247,8 +275,9 @@ absl::StatusOr<bool> DeviceDelta::HasPassed(std::uint64_t number) const {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (n <= diffed_count_) continue;
     }
-    KEDGE_ASSIGN_OR_RETURN(const bool passed,
-                           device_->HasPassed(slots_[(n - 1) % kSlots].filled));
+    KEDGE_ASSIGN_OR_RETURN(
+        const bool passed,
+        device_->HasPassed(slots_[(n - 1) % kSlots].arrived));
     if (!passed) return false;
   }
   return true;
@@ -262,7 +291,7 @@ absl::Status DeviceDelta::WaitFor(std::uint64_t number) const {
       if (n <= diffed_count_) continue;
     }
     KEDGE_RETURN_IF_ERROR(
-        device_->WaitForEvent(slots_[(n - 1) % kSlots].filled));
+        device_->WaitForEvent(slots_[(n - 1) % kSlots].arrived));
   }
   return absl::OkStatus();
 }
@@ -283,7 +312,7 @@ void DeviceDelta::Work() {
     if (!status.ok()) {
       // Whatever still reads or writes the slot is over before it is used
       // again.
-      device_->WaitForEvent(slot->old_copied).IgnoreError();
+      device_->WaitForEvent(slot->arrived).IgnoreError();
       device_->WaitForEvent(slot->filled).IgnoreError();
       device_->WaitForStream(encode_stream_.get()).IgnoreError();
     }

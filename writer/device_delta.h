@@ -53,7 +53,9 @@ struct DeviceDeltaOptions {
 // from any.
 class DeviceDelta {
  public:
-  static constexpr std::uint32_t kSlots = 2;
+  // Chunks on their way at once. Their bytes share the memory of two chunks of
+  // chunk_bytes, so that small ones do not hold the large ones up.
+  static constexpr std::uint32_t kSlots = 8;
   struct Slice {
     std::uint32_t tensor = 0;  // ordinal of the record
     std::uint32_t sum = 0;     // which sum its L adds to
@@ -61,7 +63,7 @@ class DeviceDelta {
 
   // A chunk on its way. What comes first: OnUpdate fills it.
   struct Slot {
-    // Device memory, [chunk_bytes].
+    // Device memory, as many bytes as were asked for.
     std::byte* old_bytes = nullptr;
     std::byte* new_bytes = nullptr;
     // Slices of which records are made, then those that are only summed.
@@ -87,9 +89,9 @@ class DeviceDelta {
     };
     DeviceCopy before;
     DeviceCopy after;
-    // Recorded on the caller's streams: old is copied, new and the parameter
-    // are.
-    DeviceEvent old_copied = nullptr;
+    // Recorded on the caller's streams: the new bytes are here, and the source
+    // is free; old and new are, and the parameter has the new ones.
+    DeviceEvent arrived = nullptr;
     DeviceEvent filled = nullptr;
 
     void Clear() {
@@ -107,9 +109,12 @@ class DeviceDelta {
    private:
     friend class DeviceDelta;
     absl::Status status;  // of the filling
+    // What it takes of the chunks' memory.
+    std::uint64_t memory_begin = 0;
+    std::uint64_t memory_end = 0;
     EncodeSlice* device_slices = nullptr;
     QuantiseTask* device_quantise = nullptr;
-    OwnedEvent old_copied_event;
+    OwnedEvent arrived_event;
     OwnedEvent filled_event;
   };
 
@@ -124,9 +129,10 @@ class DeviceDelta {
   void ReplaceAttempt(StoreWriter::DeltaAttempt* attempt) {
     attempt_ = attempt;
   }
-  // The slot of the next chunk, when the chunk before the last one is diffed.
-  // kUnavailable after the deadline.
-  absl::StatusOr<Slot*> WaitForSlot();
+  // The slot of the next chunk, of at most `bytes` <= chunk_bytes, when those
+  // whose memory it takes are diffed. Its bytes lie in 16-byte vectors as those
+  // at `like` do. kUnavailable after the deadline.
+  absl::StatusOr<Slot*> WaitForSlot(std::uint64_t bytes, const void* like);
   // Adds units to a slot: kept ones first, of which records are made, then
   // those that are only summed. False: it is too much for one chunk; a slice of
   // one element always fits into an empty slot.
@@ -235,6 +241,11 @@ class DeviceDelta {
   std::vector<Slice> abouts_;
   std::vector<const char*> quantise_names_;
   Slot slots_[kSlots];
+  // Of chunks on their way, [chunk_memory_] each.
+  std::byte* old_memory_ = nullptr;
+  std::byte* new_memory_ = nullptr;
+  std::uint64_t chunk_memory_ = 0;
+  std::uint64_t chunk_memory_end_ = 0;  // of the last one submitted
 
   // Of the step; the worker's until WaitForAll.
   StoreWriter::DeltaAttempt* attempt_ = nullptr;

@@ -93,7 +93,7 @@ absl::Status DeviceSnapshotWriter::Impl::MapTensors() {
     if (tensor.tied_to.empty() && elements > 0 &&
         device->IsDeviceMemory(tensor.data)) {
       const StridedPart part(tensor);
-      if (part.ascends()) {
+      if (part.ascends() && part.AlignedAt(tensor.data)) {
         const auto* const data = static_cast<const std::byte*>(tensor.data);
         spans.push_back({data, data + part.span_bytes()});
         on_device.push_back(tensor);
@@ -115,11 +115,13 @@ absl::Status DeviceSnapshotWriter::Impl::MapTensors() {
     extents.back().bytes =
         static_cast<std::uint64_t>(end - extents.back().live);
   }
+  // The snapshot is aligned as the weights are.
   std::uint64_t at = 0;
   for (Extent& extent : extents) {
-    extent.at = at;
-    at += (extent.bytes + kSnapshotAlignment - 1) / kSnapshotAlignment *
-          kSnapshotAlignment;
+    extent.at =
+        at + reinterpret_cast<std::uintptr_t>(extent.live) % kSnapshotAlignment;
+    at = (extent.at + extent.bytes + kSnapshotAlignment - 1) /
+         kSnapshotAlignment * kSnapshotAlignment;
     parameters.push_back({"device memory", extent.live, extent.bytes});
   }
   memory.snapshot_bytes = at;
@@ -232,7 +234,7 @@ absl::Status DeviceSnapshotWriter::Impl::Diff() {
                               ? extent.bytes
                               : map->CutAtOrBelow(e, at + options.chunk_bytes);
       KEDGE_ASSIGN_OR_RETURN(DeviceDelta::Slot* const slot,
-                             delta->WaitForSlot());
+                             delta->WaitForSlot(end - at, extent.live + at));
       const bool copies = options.snapshot == MemoryKind::kPinned;
       std::byte* const before = snapshot.data() + extent.at + at;
       const std::byte* const old_at = copies ? slot->old_bytes : before;
@@ -306,13 +308,17 @@ DeviceSnapshotWriter::Create(const WriterOptions& writer,
                        ": expected the tensors of a model, found none; pass "
                        "the trainer's tensors"));
     }
-    KEDGE_ASSIGN_OR_RETURN(const auto reader,
-                           DeviceReader::Create(options.device, kReadBytes));
-    KEDGE_ASSIGN_OR_RETURN(
-        DeviceSource source,
-        DeviceSource::Bind(table, options.tensors, OthersOf(writer.coordinator),
-                           *options.device, reader.get()));
-    KEDGE_RETURN_IF_ERROR(InitStore(writer, init, table, source));
+    std::unique_ptr<DeviceReader> reader;
+    auto source = [&]() -> absl::StatusOr<DeviceSource> {
+      KEDGE_ASSIGN_OR_RETURN(reader,
+                             DeviceReader::Create(options.device, kReadBytes));
+      return DeviceSource::Bind(table, options.tensors,
+                                OthersOf(writer.coordinator), *options.device,
+                                reader.get());
+    }();
+    KEDGE_RETURN_IF_ERROR(AgreeThatAllCould(
+        writer.coordinator, "reading v0's weights", source.status()));
+    KEDGE_RETURN_IF_ERROR(InitStore(writer, init, table, *source));
   }
   return Open(writer, std::move(options));
 }

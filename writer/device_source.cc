@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "kedge/format/status.h"
 
 namespace kedge {
@@ -125,14 +126,20 @@ absl::StatusOr<DeviceSource> DeviceSource::Bind(
   DeviceSource source(std::move(memory), reader);
   source.parts_.resize(table.size());
   for (const TrainerTensor& tensor : tensors) {
-    if (!tensor.tied_to.empty() || !device.IsDeviceMemory(tensor.data)) {
-      continue;
-    }
+    if (!tensor.tied_to.empty()) continue;
     KEDGE_ASSIGN_OR_RETURN(const std::uint32_t ordinal,
                            table.Find(tensor.name));
     std::uint64_t elements = table[ordinal].element_count();
     if (tensor.shard) elements = tensor.shard->end - tensor.shard->begin;
     if (elements == 0) continue;
+    if (!device.IsDeviceMemory(tensor.data)) {
+      if (device.IsHostMemory(tensor.data)) continue;
+      return absl::InvalidArgumentError(
+          absl::StrCat("tensor \"", tensor.name,
+                       "\" lies in the memory of another device; "
+                       "expected memory of ",
+                       device.name(), " or of the host"));
+    }
     source.parts_[ordinal].push_back(
         {static_cast<const std::byte*>(tensor.data), StridedPart(tensor)});
   }

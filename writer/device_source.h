@@ -54,7 +54,8 @@ class DeviceReader {
 class DeviceSource : public TensorSource {
  public:
   // As MemorySource::Bind; tensors in device memory are read through `reader`,
-  // which outlives the source.
+  // which outlives the source. kInvalidArgument names one in the memory of
+  // another device.
   static absl::StatusOr<DeviceSource> Bind(
       const TensorTable& table, std::span<const TrainerTensor> tensors,
       MemorySource::Others others, const Device& device, DeviceReader* reader);

@@ -231,6 +231,8 @@ absl::Status OptimizerHook::Impl::PlainCopy(std::uint32_t parameter,
                                             DeviceStream stream) {
   auto* const to =
       static_cast<std::byte*>(options.parameters[parameter].data) + begin;
+  // What an earlier range still has on its way would come after it.
+  device->WaitForStream(old_stream.get()).IgnoreError();
   KEDGE_RETURN_IF_ERROR(device->Copy(to, source, bytes, stream));
   return device->WaitForStream(stream);
 }
@@ -239,10 +241,11 @@ absl::StatusOr<std::uint64_t> OptimizerHook::Impl::UpdateChunk(
     std::uint32_t parameter, std::uint64_t begin, std::uint64_t end,
     const std::byte* source, DeviceStream stream, std::uint64_t jobs,
     Ticket* ticket) {
-  const auto slot_or = delta->WaitForSlot();
+  auto* const weights =
+      static_cast<std::byte*>(options.parameters[parameter].data) + begin;
+  const auto slot_or = delta->WaitForSlot(end - begin, weights);
   if (!slot_or.ok()) {
     FailStep(slot_or.status());
-    feed->WaitFor(jobs);
     KEDGE_RETURN_IF_ERROR(
         PlainCopy(parameter, begin, end - begin, source, stream));
     return end;
@@ -256,8 +259,6 @@ absl::StatusOr<std::uint64_t> OptimizerHook::Impl::UpdateChunk(
     end = half;
   }
   const std::uint64_t bytes = end - begin;
-  auto* const weights =
-      static_cast<std::byte*>(options.parameters[parameter].data) + begin;
   const absl::Status filled = [&]() -> absl::Status {
     if (!stream_known || stream != last_stream) {
       // Old weights are what the trainer's own work before this leaves.
@@ -267,20 +268,22 @@ absl::StatusOr<std::uint64_t> OptimizerHook::Impl::UpdateChunk(
       stream_known = true;
       last_stream = stream;
     }
-    // The old bytes come by a stream of their own, so that they do not wait for
-    // the chunk before this one.
+    // The trainer's stream copies to the slots and nothing else, chunk after
+    // chunk at the rate of the bus. What then moves within the device goes by a
+    // stream of the hook's own: old bytes to their slot, new ones over them.
+    KEDGE_RETURN_IF_ERROR(device->Copy(slot->new_bytes, source, bytes, stream));
+    KEDGE_RETURN_IF_ERROR(device->Record(slot->arrived, stream));
     KEDGE_RETURN_IF_ERROR(
         device->Copy(slot->old_bytes, weights, bytes, old_stream.get()));
-    KEDGE_RETURN_IF_ERROR(device->Record(slot->old_copied, old_stream.get()));
-    KEDGE_RETURN_IF_ERROR(device->StreamWait(stream, slot->old_copied));
-    KEDGE_RETURN_IF_ERROR(device->Copy(slot->new_bytes, source, bytes, stream));
+    KEDGE_RETURN_IF_ERROR(device->StreamWait(old_stream.get(), slot->arrived));
     KEDGE_RETURN_IF_ERROR(
-        device->Copy(weights, slot->new_bytes, bytes, stream));
-    return device->Record(slot->filled, stream);
+        device->Copy(weights, slot->new_bytes, bytes, old_stream.get()));
+    return device->Record(slot->filled, old_stream.get());
   }();
   absl::Status copied;
   if (!filled.ok()) {
     // The trainer goes on with its new weights, whatever becomes of the delta.
+    device->WaitForStream(stream).IgnoreError();
     device->WaitForStream(old_stream.get()).IgnoreError();
     copied = PlainCopy(parameter, begin, bytes, source, stream);
     FailStep(filled);
@@ -421,10 +424,15 @@ absl::StatusOr<OptimizerHook::Ticket> OptimizerHook::OnUpdate(
                          h2d_stream, jobs, &ticket);
     if (!done.ok()) {
       impl.FailStep(done.status());
+      // There is no ticket: the source is free when this returns.
+      impl.feed->WaitFor(jobs).IgnoreError();
+      impl.delta->WaitFor(ticket.number).IgnoreError();
       return done.status();
     }
     at = *done;
   }
+  // Nobody waits for it when there is no chunk to wait for.
+  if (ticket.number == 0) KEDGE_RETURN_IF_ERROR(impl.feed->WaitFor(jobs));
   return ticket;
 }
 
@@ -438,7 +446,7 @@ absl::StatusOr<bool> OptimizerHook::HasPassed(Ticket ticket) const {
 absl::Status OptimizerHook::WaitFor(Ticket ticket) const {
   if (ticket.number == 0) return absl::OkStatus();
   const Impl& impl = *impl_;
-  impl.feed->WaitFor(impl.JobsOf(ticket.number));
+  KEDGE_RETURN_IF_ERROR(impl.feed->WaitFor(impl.JobsOf(ticket.number)));
   return impl.delta->WaitFor(ticket.number);
 }
 

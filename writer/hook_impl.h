@@ -143,6 +143,7 @@ struct OptimizerHook::Impl {
   // The tensors of the table: fp8 forms in the place of what they are made of.
   std::vector<TrainerTensor> TableTensors() const;
   absl::Status PlanQuantised(const TensorTable& table);
+  absl::Status CheckAligned(const MappedPart& mapped) const;
   absl::Status CheckQuantised(const QuantisedTensor& one) const;
   const QuantisedTensor* QuantisedOf(const std::string& name) const;
   // What v0 is read from.

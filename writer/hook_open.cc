@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kedge/engine/cpu/slice_encoder.h"
 #include "kedge/format/fp8.h"
 #include "kedge/format/limits.h"
 #include "kedge/format/status.h"
@@ -49,14 +50,30 @@ absl::Status OptimizerHook::Impl::CheckOptions() const {
         absl::StrCat("HookOptions::ring_bytes: expected at least ",
                      kMinRingBytes, ", found ", options.ring_bytes));
   }
-  for (const HookedParameter& parameter : options.parameters) {
-    if (parameter.bytes == 0 || device->IsDeviceMemory(parameter.data))
-      continue;
+  const auto check_memory = [&](const HookedParameter& parameter,
+                                absl::string_view what,
+                                const void* data) -> absl::Status {
+    // A kernel that met other memory would end the process.
+    const auto* const bytes = static_cast<const std::byte*>(data);
+    if (parameter.bytes == 0 ||
+        (bytes != nullptr && device->IsDeviceMemory(bytes) &&
+         device->IsDeviceMemory(bytes + (parameter.bytes - 1)))) {
+      return absl::OkStatus();
+    }
     return absl::InvalidArgumentError(absl::StrCat(
-        "parameter \"", parameter.name, "\": ",
-        parameter.data == nullptr ? "data is null"
-                                  : "its memory is not the device's",
+        "parameter \"", parameter.name, "\": ", what,
+        bytes == nullptr
+            ? " is null"
+            : absl::StrCat(": its ", parameter.bytes,
+                           " bytes are not all in the device's memory"),
         "; expected memory of ", device->name()));
+  };
+  for (const HookedParameter& parameter : options.parameters) {
+    KEDGE_RETURN_IF_ERROR(check_memory(parameter, "data", parameter.data));
+    for (std::size_t r = 0; r < parameter.replicas.size(); ++r) {
+      KEDGE_RETURN_IF_ERROR(check_memory(parameter, absl::StrCat("replica ", r),
+                                         parameter.replicas[r]));
+    }
   }
   return absl::OkStatus();
 }
@@ -71,8 +88,35 @@ absl::Status OptimizerHook::Impl::MapTensors() {
                      parameter.bytes});
   }
   KEDGE_ASSIGN_OR_RETURN(map, ParameterMap::Make(spans, options.tensors));
+  for (const MappedPart& mapped : map->parts()) {
+    KEDGE_RETURN_IF_ERROR(CheckAligned(mapped));
+  }
   for (const QuantisedTensor& quantised_tensor : options.quantised) {
     KEDGE_RETURN_IF_ERROR(CheckQuantised(quantised_tensor));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status OptimizerHook::Impl::CheckAligned(const MappedPart& mapped) const {
+  const HookedParameter& parameter = options.parameters[mapped.parameter];
+  const TrainerTensor& tensor = options.tensors[mapped.tensor];
+  const auto check = [&](absl::string_view where,
+                         const void* data) -> absl::Status {
+    if (mapped.part.AlignedAt(static_cast<const std::byte*>(data) +
+                              mapped.begin)) {
+      return absl::OkStatus();
+    }
+    return absl::InvalidArgumentError(absl::StrCat(
+        "tensor \"", tensor.name, "\" (parameter \"", parameter.name, "\"",
+        where, "): its elements do not lie at multiples of ",
+        UnitBytes(tensor.dtype),
+        " bytes, which a kernel cannot read; move it, or give it as a residual "
+        "tensor"));
+  };
+  KEDGE_RETURN_IF_ERROR(check("", parameter.data));
+  for (std::size_t r = 0; r < parameter.replicas.size(); ++r) {
+    KEDGE_RETURN_IF_ERROR(
+        check(absl::StrCat(", replica ", r), parameter.replicas[r]));
   }
   return absl::OkStatus();
 }
@@ -107,6 +151,19 @@ absl::Status OptimizerHook::Impl::CheckQuantised(
     found = true;
     if (tensor.dtype != DType::kBf16 || tensor.shape.size() != 2) {
       return refuse("expected bf16 of two dimensions");
+    }
+    // What a chunk makes whole is one slice.
+    const std::uint64_t row_limit = kMaxSliceUnits / kFp8BlockExtent;
+    if (tensor.shape[1] > row_limit ||
+        options.chunk_bytes / 2 >
+            kMaxSliceUnits - tensor.shape[1] * kFp8BlockExtent) {
+      return refuse(absl::StrCat(
+          "HookOptions::chunk_bytes: expected at most ",
+          tensor.shape[1] > row_limit
+              ? 0
+              : 2 * (kMaxSliceUnits - tensor.shape[1] * kFp8BlockExtent),
+          " with rows of ", tensor.shape[1], " elements, found ",
+          options.chunk_bytes));
     }
     if (!tensor.tied_to.empty()) return refuse("it is tied to another tensor");
     if (!tensor.shard || tensor.shard->begin == tensor.shard->end) continue;
@@ -232,7 +289,7 @@ absl::Status OptimizerHook::Impl::Allocate(const WriterOptions& writer_options,
   KEDGE_ASSIGN_OR_RETURN(old_stream, device->CreateStream());
   KEDGE_ASSIGN_OR_RETURN(step_begun, device->CreateEvent());
   feed = std::make_unique<AnchorFeed>(writer_options.io_threads, kAnchorJobs,
-                                      gathers);
+                                      gathers, options.deadline);
   memory.device_bytes += delta->device_bytes() + fp8->device_bytes();
   memory.pinned_bytes +=
       delta->pinned_bytes() + reader->pinned_bytes() + fp8->pinned_bytes();
@@ -387,9 +444,10 @@ absl::StatusOr<std::unique_ptr<OptimizerHook>> OptimizerHook::Create(
                        ": expected the tensors of a model, found none; pass "
                        "the trainer's tensors"));
     }
-    KEDGE_ASSIGN_OR_RETURN(CreationSource source,
-                           plan.SourceOfCreation(writer, table));
-    KEDGE_RETURN_IF_ERROR(InitStore(writer, init, table, source));
+    auto source = plan.SourceOfCreation(writer, table);
+    KEDGE_RETURN_IF_ERROR(AgreeThatAllCould(
+        writer.coordinator, "reading v0's weights", source.status()));
+    KEDGE_RETURN_IF_ERROR(InitStore(writer, init, table, *source));
   }
   return Open(writer, std::move(options));
 }

@@ -57,6 +57,17 @@ absl::Status OptimizerHook::BeginStep(std::uint64_t step, bool anchor) {
   Impl& impl = *impl_;
   KEDGE_RETURN_IF_ERROR(impl.writer->CheckUsable());
   const auto start = Clock::now();
+  const std::uint64_t held = impl.writer->held().step;
+  const auto wrong_step = [&] {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "step: expected ", held + 1,
+        impl.lost ? absl::StrCat(" to ", kMaxStep) : std::string(), ", found ",
+        step,
+        "; to publish from an earlier version, open the store with that "
+        "resume step"));
+  };
+  // The open step is given up for one that can be alone.
+  if (step <= held || step > kMaxStep) return wrong_step();
   if (impl.state != Impl::State::kIdle) {
     if (step == impl.step && !anchor) {
       return absl::FailedPreconditionError(absl::StrCat(
@@ -68,24 +79,16 @@ absl::Status OptimizerHook::BeginStep(std::uint64_t step, bool anchor) {
     impl.lost = impl.lost || updated || impl.rebased;
     impl.state = Impl::State::kIdle;
   }
-  const std::uint64_t held = impl.writer->held().step;
   if (impl.lost && !anchor) {
     return absl::FailedPreconditionError(absl::StrCat(
         "v", step, ": the step before, v", impl.step,
         ", was hooked and not published, and its parts are lost; begin this "
         "step with an anchor"));
   }
-  if (step <= held || (step != held + 1 && !impl.lost) || step > kMaxStep) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "step: expected ", held + 1,
-        impl.lost ? absl::StrCat(" to ", kMaxStep) : std::string(), ", found ",
-        step,
-        "; to publish from an earlier version, open the store with that "
-        "resume step"));
-  }
+  if (step != held + 1 && !impl.lost) return wrong_step();
 
   // Chunks of a step that was given up may still be on their way.
-  impl.feed->Finish().IgnoreError();
+  KEDGE_RETURN_IF_ERROR(impl.feed->WaitUntilIdle());
   KEDGE_RETURN_IF_ERROR(impl.delta->WaitUntilIdle());
   impl.writer->Abandon(std::move(impl.attempt));
   impl.writer->Abandon(std::move(impl.anchor));

@@ -73,7 +73,8 @@ struct HookOptions {
   std::uint64_t chunk_bytes = std::uint64_t{32} << 20;
   // Device memory for encoded parts. One that runs full is drained early.
   std::uint64_t ring_bytes = std::uint64_t{256} << 20;
-  // Longest wait of any call for the device or for storage.
+  // Longest wait of BeginStep, OnUpdate, WaitFor and EndStep for chunks to be
+  // diffed and for an anchor's writes. Publish takes as long as storage does.
   std::chrono::milliseconds deadline{600'000};
 };
 
@@ -138,9 +139,11 @@ class OptimizerHook {
 
   // New weights for bytes [begin, begin + bytes) of parameter `parameter`
   // (index in HookOptions::parameters), at `pinned_source`; copies them to the
-  // device on `h2d_stream`, where work enqueued later sees them, and queues the
-  // difference. Ranges are whole elements, in any order (ascending where
-  // tensors of the parameter are quantised), each written once.
+  // device on `h2d_stream` and queues the difference. The parameter has them
+  // when EndStep returns; before that, only `h2d_stream`'s work until this call
+  // may still read the old ones. Ranges are whole elements, in any order
+  // (ascending where tensors of the parameter are quantised), each written
+  // once.
   //
   // kFailedPrecondition: not between BeginStep and EndStep, a frozen parameter,
   // or a range written twice. The new weights have then arrived all the same,

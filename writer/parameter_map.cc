@@ -140,6 +140,15 @@ StridedPart::StridedPart(const TrainerTensor& tensor)
   }
 }
 
+bool StridedPart::AlignedAt(const void* data) const {
+  const std::uint64_t unit_bytes = element_bytes_ / units_per_element_;
+  std::uint64_t bits = reinterpret_cast<std::uintptr_t>(data);
+  for (const Level& level : levels_) {
+    if (level.extent > 1) bits |= static_cast<std::uint64_t>(level.stride);
+  }
+  return bits % unit_bytes == 0;
+}
+
 std::int64_t StridedPart::Offset(std::uint64_t index) const {
   std::int64_t offset = 0;
   for (std::size_t l = 0; l < levels_.size(); ++l) {
@@ -206,14 +215,17 @@ absl::StatusOr<ParameterMap> ParameterMap::Make(
               return std::pair(parameters[a].data, parameters[a].bytes) <
                      std::pair(parameters[b].data, parameters[b].bytes);
             });
-  for (std::size_t i = 0; i + 1 < by_address.size(); ++i) {
-    const ParameterSpan& before = parameters[by_address[i]];
-    const ParameterSpan& after = parameters[by_address[i + 1]];
-    if (before.data + before.bytes <= after.data || after.bytes == 0) continue;
-    return absl::InvalidArgumentError(absl::StrCat(
-        "parameters \"", before.name, "\" and \"", after.name,
-        "\" share memory: give each storage once, and tied tensors as "
-        "TrainerTensor::tied_to"));
+  const ParameterSpan* before = nullptr;
+  for (const std::uint32_t p : by_address) {
+    const ParameterSpan& parameter = parameters[p];
+    if (parameter.bytes == 0) continue;
+    if (before != nullptr && before->data + before->bytes > parameter.data) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "parameters \"", before->name, "\" and \"", parameter.name,
+          "\" share memory: give each storage once, and tied tensors as "
+          "TrainerTensor::tied_to"));
+    }
+    before = &parameter;
   }
 
   ParameterMap map;

@@ -40,6 +40,9 @@ class StridedPart {
   // Whether every element lies behind the one before it, with no byte shared.
   bool ascends() const { return ascends_; }
   bool contiguous() const { return contiguous_; }
+  // Whether every unit lies at a multiple of its size, with element 0 at
+  // `data`: a GPU faults on others.
+  bool AlignedAt(const void* data) const;
   // Where element `index` lies.
   std::int64_t Offset(std::uint64_t index) const;
   // The bytes from the first element to the last one's end; ascends() only.

@@ -12,21 +12,61 @@
 
 namespace kedge {
 
+PieceBuffers::Buffer PieceBuffers::Take() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!buffers_.empty()) {
+      Buffer buffer = std::move(buffers_.back());
+      buffers_.pop_back();
+      return buffer;
+    }
+  }
+  return std::make_unique_for_overwrite<std::byte[]>(kPieceBytes);
+}
+
+void PieceBuffers::Give(Buffer buffer) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (buffers_.size() < kept_) buffers_.push_back(std::move(buffer));
+}
+
+struct SegmentWriter::Piece {
+  Piece(PieceBuffers* from, std::uint32_t piece_number)
+      : buffers(from), bytes(from->Take()), number(piece_number) {}
+  ~Piece() { buffers->Give(std::move(bytes)); }
+
+  PieceBuffers* buffers;
+  PieceBuffers::Buffer bytes;
+  std::uint32_t number;
+  std::uint64_t size = 0;     // reserved
+  std::uint32_t filling = 0;  // callers that copy into it
+
+  std::span<const std::byte> contents() const { return {bytes.get(), size}; }
+};
+
 struct SegmentWriter::OpenSegment {
   FileId id;
   File* file = nullptr;
-  std::uint64_t size = 0;  // bytes appended, the header's place included
+  std::uint64_t size = 0;  // bytes reserved, the header's place included
   std::uint32_t record_count = 0;
-  std::vector<std::byte> first;    // piece 0 waits for its header
-  std::vector<std::byte> filling;  // the last piece, unless it is piece 0
+  std::vector<std::shared_ptr<Piece>> pieces;  // not submitted yet
+  // Piece 0 once it is full: written but for its header, and not hashed.
+  std::shared_ptr<Piece> first;
   std::mutex hashes_mutex;
   std::vector<std::uint64_t> hashes ABSL_GUARDED_BY(hashes_mutex);
+
+  void SetHash(std::uint32_t piece, std::uint64_t hash) {
+    const std::lock_guard<std::mutex> lock(hashes_mutex);
+    if (hashes.size() <= piece) hashes.resize(piece + 1);
+    hashes[piece] = hash;
+  }
 };
 
 SegmentWriter::SegmentWriter(StagingDirectory* staging, IoPool* pool,
-                             const RunId& run, std::uint64_t step,
-                             std::uint32_t rank, std::uint32_t max_files)
+                             PieceBuffers* buffers, const RunId& run,
+                             std::uint64_t step, std::uint32_t rank,
+                             std::uint32_t max_files)
     : staging_(staging),
+      buffers_(buffers),
       run_(run),
       step_(step),
       rank_(rank),
@@ -37,60 +77,113 @@ SegmentWriter::SegmentWriter(StagingDirectory* staging, IoPool* pool,
 
 SegmentWriter::~SegmentWriter() = default;
 
-void SegmentWriter::SubmitPiece(OpenSegment& segment, std::uint32_t piece,
-                                std::vector<std::byte> bytes) {
-  auto shared = std::make_shared<std::vector<std::byte>>(std::move(bytes));
-  batch_->Submit([this, &segment, piece, shared]() -> absl::Status {
-    const PieceKey key{run_, step_, segment.id, piece};
-    KEDGE_ASSIGN_OR_RETURN(
-        const std::uint64_t hash,
-        WritePiece(*segment.file, piece * kPieceBytes, *shared, key));
-    const std::lock_guard<std::mutex> lock(segment.hashes_mutex);
-    if (segment.hashes.size() <= piece) segment.hashes.resize(piece + 1);
-    segment.hashes[piece] = hash;
-    return absl::OkStatus();
-  });
-}
-
-absl::Status SegmentWriter::Append(OpenSegment& segment,
-                                   std::span<const std::byte> bytes) {
-  while (!bytes.empty()) {
-    const std::uint64_t piece = segment.size / kPieceBytes;
-    std::vector<std::byte>& buffer =
-        piece == 0 ? segment.first : segment.filling;
-    const std::uint64_t room = kPieceBytes - segment.size % kPieceBytes;
-    const std::uint64_t take = std::min<std::uint64_t>(room, bytes.size());
-    buffer.insert(buffer.end(), bytes.begin(), bytes.begin() + take);
-    bytes = bytes.subspan(take);
-    segment.size += take;
-    if (take == room && piece > 0) {
-      SubmitPiece(segment, static_cast<std::uint32_t>(piece),
-                  std::exchange(segment.filling, {}));
-    }
-  }
-  return absl::OkStatus();
-}
-
-absl::StatusOr<SegmentWriter::Location> SegmentWriter::Add(
-    std::span<const std::byte> padded_record) {
-  KEDGE_CHECK(padded_record.size() % kRecordAlignment == 0);
-  const std::lock_guard<std::mutex> lock(mutex_);
+absl::StatusOr<SegmentWriter::OpenSegment*> SegmentWriter::Current() {
   if (current_ == segments_.size()) {
     auto segment = std::make_unique<OpenSegment>();
     segment->id = {FileKind::kSegment, rank_, current_};
     KEDGE_ASSIGN_OR_RETURN(segment->file,
                            staging_->AddFile(DataFileName(segment->id), 0));
-    segment->first.resize(kDataFileHeaderBytes);
-    segment->size = kDataFileHeaderBytes;
     segments_.push_back(std::move(segment));
+    const std::byte header[kDataFileHeaderBytes] = {};  // its place
+    Append(*segments_.back(), header);
   }
-  OpenSegment& segment = *segments_[current_];
-  const Location location{current_, segment.size};
-  ++segment.record_count;
-  KEDGE_RETURN_IF_ERROR(Append(segment, padded_record));
-  if (segment.size / kPieceBytes > location.offset / kPieceBytes) {
+  return segments_[current_].get();
+}
+
+SegmentWriter::Room SegmentWriter::Reserve(OpenSegment& segment,
+                                           std::uint64_t bytes) {
+  const std::uint64_t at = segment.size % kPieceBytes;
+  if (at == 0) {
+    segment.pieces.push_back(std::make_shared<Piece>(
+        buffers_, static_cast<std::uint32_t>(segment.size / kPieceBytes)));
+  }
+  Piece& piece = *segment.pieces.back();
+  const Room room{&piece, at, std::min(kPieceBytes - at, bytes)};
+  segment.size += room.bytes;
+  piece.size += room.bytes;
+  ++piece.filling;
+  return room;
+}
+
+void SegmentWriter::Filled(OpenSegment& segment, Piece* piece) {
+  if (--piece->filling == 0 && piece->size == kPieceBytes) {
+    Submit(segment, piece);
+  }
+}
+
+void SegmentWriter::Append(OpenSegment& segment,
+                           std::span<const std::byte> bytes) {
+  while (!bytes.empty()) {
+    const Room room = Reserve(segment, bytes.size());
+    std::memcpy(room.piece->bytes.get() + room.at, bytes.data(), room.bytes);
+    bytes = bytes.subspan(room.bytes);
+    Filled(segment, room.piece);
+  }
+}
+
+void SegmentWriter::Submit(OpenSegment& segment, Piece* piece) {
+  const auto found =
+      std::find_if(segment.pieces.begin(), segment.pieces.end(),
+                   [&](const auto& other) { return other.get() == piece; });
+  const std::shared_ptr<Piece> owned = std::move(*found);
+  segment.pieces.erase(found);
+  if (owned->number == 0 && owned->size == kPieceBytes) {
+    // The header says how much follows, and the hash covers the header: both
+    // come last. The other bytes need not wait.
+    segment.first = owned;
+    batch_->Submit([&segment, owned]() -> absl::Status {
+      const auto payload = owned->contents().subspan(kDataFileHeaderBytes);
+      KEDGE_RETURN_IF_ERROR(
+          WriteAll(*segment.file, kDataFileHeaderBytes, payload));
+      segment.file->StartWriteback(0, kPieceBytes);
+      return absl::OkStatus();
+    });
+    return;
+  }
+  batch_->Submit([this, &segment, owned]() -> absl::Status {
+    const PieceKey key{run_, step_, segment.id, owned->number};
+    const std::uint64_t offset = owned->number * kPieceBytes;
+    KEDGE_ASSIGN_OR_RETURN(
+        const std::uint64_t hash,
+        WritePiece(*segment.file, offset, owned->contents(), key));
+    segment.file->StartWriteback(offset, owned->size);
+    segment.SetHash(owned->number, hash);
+    return absl::OkStatus();
+  });
+}
+
+absl::StatusOr<SegmentWriter::Location> SegmentWriter::Add(
+    std::span<const std::byte> padded_record) {
+  KEDGE_CHECK(padded_record.size() % kRecordAlignment == 0);
+  std::unique_lock<std::mutex> lock(mutex_);
+  KEDGE_ASSIGN_OR_RETURN(OpenSegment* const segment, Current());
+  const Location location{current_, segment->size};
+  ++segment->record_count;
+  if ((segment->size + padded_record.size()) / kPieceBytes >
+      location.offset / kPieceBytes) {
     current_ = (current_ + 1) % max_files_;
   }
+  if (padded_record.size() > kPieceBytes) {
+    // Of many pieces: they are written as they fill.
+    Append(*segment, padded_record);
+    return location;
+  }
+  // Others copy theirs at the same time.
+  Room rooms[2];
+  int count = 0;
+  for (std::uint64_t left = padded_record.size(); left > 0; ++count) {
+    rooms[count] = Reserve(*segment, left);
+    left -= rooms[count].bytes;
+  }
+  lock.unlock();
+  const std::byte* from = padded_record.data();
+  for (int i = 0; i < count; ++i) {
+    std::memcpy(rooms[i].piece->bytes.get() + rooms[i].at, from,
+                rooms[i].bytes);
+    from += rooms[i].bytes;
+  }
+  lock.lock();
+  for (int i = 0; i < count; ++i) Filled(*segment, rooms[i].piece);
   return location;
 }
 
@@ -106,15 +199,22 @@ absl::StatusOr<std::vector<DataFile>> SegmentWriter::Finish() {
       header.count = segment->record_count;
       const std::vector<std::byte> tail(SegmentFileBytes(header.payload_bytes) -
                                         segment->size);
-      KEDGE_RETURN_IF_ERROR(Append(*segment, tail));
+      Append(*segment, tail);
       const auto bytes = SerializeDataFileHeader(header);
-      std::memcpy(segment->first.data(), bytes.data(), bytes.size());
-      SubmitPiece(*segment, 0, std::exchange(segment->first, {}));
-      if (!segment->filling.empty()) {
-        SubmitPiece(
-            *segment,
-            static_cast<std::uint32_t>((segment->size - 1) / kPieceBytes),
-            std::exchange(segment->filling, {}));
+      Piece* const first = segment->first != nullptr
+                               ? segment->first.get()
+                               : segment->pieces.front().get();
+      std::memcpy(first->bytes.get(), bytes.data(), bytes.size());
+      if (segment->first != nullptr) {
+        batch_->Submit([this, segment = segment.get()]() -> absl::Status {
+          const auto contents = segment->first->contents();
+          segment->SetHash(0, HashPiece(run_, step_, segment->id, 0, contents));
+          return WriteAll(*segment->file, 0,
+                          contents.first(kDataFileHeaderBytes));
+        });
+      }
+      while (!segment->pieces.empty()) {
+        Submit(*segment, segment->pieces.front().get());
       }
     }
   }

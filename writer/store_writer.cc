@@ -418,7 +418,8 @@ absl::Status CommitStore(FileSystem& fs, const std::string& path,
   KEDGE_RETURN_IF_ERROR(FinishRoot(place, table, whole, root, &manifest,
                                    &manifest_bytes, &anchor_bytes));
   const std::vector<std::byte> commit = CommitBytes(manifest, manifest_bytes);
-  KEDGE_RETURN_IF_ERROR(root->staging->WriteCommit(manifest_bytes, commit));
+  KEDGE_RETURN_IF_ERROR(
+      root->staging->WriteCommit(manifest_bytes, commit, *place.pool));
   KEDGE_RETURN_IF_ERROR(root->staging->PublishAs(
       place.target, [&] { return HoldsCommit(fs, place.target, commit); }));
 
@@ -819,7 +820,7 @@ absl::Status StoreWriter::CommitStep(StagingDirectory& staging,
   KEDGE_ASSIGN_OR_RETURN(const std::vector<std::byte> manifest_bytes,
                          SerializeStepManifest(manifest, table));
   const std::vector<std::byte> commit = CommitBytes(manifest, manifest_bytes);
-  KEDGE_RETURN_IF_ERROR(staging.WriteCommit(manifest_bytes, commit));
+  KEDGE_RETURN_IF_ERROR(staging.WriteCommit(manifest_bytes, commit, io_pool_));
   KEDGE_RETURN_IF_ERROR(CheckNotFenced(manifest.step));
   const std::string target = store_->StepPath(manifest.step);
   // A step of an earlier epoch that stands there is void: its writer was fenced
@@ -857,7 +858,8 @@ absl::Status StoreWriter::CommitStep(StagingDirectory& staging,
   const absl::Status fenced = CheckNotFenced(manifest.step);
   if (absl::IsFailedPrecondition(fenced)) return fenced;
 
-  // Published. HEAD is a hint: the next publish puts it right.
+  // Published. HEAD is a hint, which no reader has to wait for the disk for:
+  // the next publish puts it right.
   Head head;
   head.run = manifest.run;
   head.step = manifest.step;
@@ -865,7 +867,7 @@ absl::Status StoreWriter::CommitStep(StagingDirectory& staging,
   head.manifest_hash = outcome->version.manifest_hash;
   absl::Status replaced = fenced;
   if (replaced.ok()) {
-    replaced = ReplaceFile(fs, store_->PathOf(kHeadFileName),
+    replaced = ReplaceHint(fs, store_->PathOf(kHeadFileName),
                            JoinPath(store_->PathOf(kStagingDirectoryName),
                                     absl::StrCat("HEAD.", epoch_)),
                            SerializeHead(head));
@@ -900,8 +902,9 @@ absl::StatusOr<SegmentWriter*> StoreWriter::DeltaAttempt::Stage() {
     KEDGE_ASSIGN_OR_RETURN(
         staging_, StagingDirectory::Create(writer_->staging_fs_, path_));
     segments_ = std::make_unique<SegmentWriter>(
-        staging_.get(), &writer_->io_pool_, writer_->store_->info().run, step_,
-        writer_->group_.rank(), writer_->options_.segment_files);
+        staging_.get(), &writer_->io_pool_, &writer_->piece_buffers_,
+        writer_->store_->info().run, step_, writer_->group_.rank(),
+        writer_->options_.segment_files);
   }
   return segments_.get();
 }
@@ -1020,6 +1023,8 @@ absl::Status StoreWriter::SealDelta(DeltaAttempt& attempt,
               return std::tie(a.tensor, a.slice.begin) <
                      std::tie(b.tensor, b.slice.begin);
             });
+  // Alone, nothing has to be on the disk before the commit record is.
+  if (group_.alone()) return absl::OkStatus();
   KEDGE_RETURN_IF_ERROR(attempt.staging_->SealFiles(io_pool_));
   return SyncShared(*store_->fs(), group_, attempt.path_);
 }

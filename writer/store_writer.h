@@ -297,6 +297,7 @@ class StoreWriter {
   std::optional<Retention> retention_;
   std::vector<std::string> dead_staging_;
   L61Summer summer_;
+  PieceBuffers piece_buffers_{16};  // 128 MiB at most, from step to step
   IoPool io_pool_;
   IoPool encode_pool_;
   std::optional<AnchorLayout> layout_;  // of layout_owned_ of the table

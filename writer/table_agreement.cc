@@ -48,6 +48,20 @@ absl::StatusOr<TensorTable> AgreeOnTable(Coordinator* coordinator,
   return TensorTable::Parse("tensor table of all ranks", verdict.payload);
 }
 
+absl::Status AgreeThatAllCould(Coordinator* coordinator, absl::string_view what,
+                               const absl::Status& mine) {
+  const RankGroup group(coordinator);
+  if (group.alone()) return mine;
+  RankGroup::Piece piece = std::vector<std::byte>();
+  if (!mine.ok()) piece = mine;
+  return group
+      .Agree(what, piece,
+             [](std::span<const std::vector<std::byte>>) -> Verdict {
+               return {absl::OkStatus(), {}};
+             })
+      .status;
+}
+
 MemorySource::Others OthersOf(Coordinator* coordinator) {
   return RankGroup(coordinator).alone() ? MemorySource::Others::kNone
                                         : MemorySource::Others::kHoldTheRest;

@@ -7,6 +7,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "kedge/format/tensor_table.h"
 #include "kedge/writer/coordinator.h"
 #include "kedge/writer/tensor_source.h"
@@ -19,6 +20,11 @@ namespace kedge {
 absl::StatusOr<TensorTable> AgreeOnTable(
     Coordinator* coordinator, std::span<const TrainerTensor> tensors,
     const absl::Status& sound = absl::OkStatus());
+
+// Collective. What each rank could not do of `what`: a failure of one is every
+// rank's, with that rank's number.
+absl::Status AgreeThatAllCould(Coordinator* coordinator, absl::string_view what,
+                               const absl::Status& mine);
 
 // Whether other ranks hold what one does not.
 MemorySource::Others OthersOf(Coordinator* coordinator);

@@ -224,6 +224,31 @@ void AddToUnit(std::byte* at, std::uint32_t unit_bytes,
   }
 }
 
+// Whether every unit lies at a multiple of its size, as kernels need it.
+bool UnitsAreAligned(const TileGrid& grid, const UnitRange& slice,
+                     const StridedUnits& units) {
+  const std::uint64_t first_row = slice.begin / grid.cols;
+  auto bits = reinterpret_cast<std::uintptr_t>(
+      units.At(first_row, slice.begin - first_row * grid.cols));
+  if ((slice.end - 1) / grid.cols > first_row) {
+    bits |= static_cast<std::uintptr_t>(units.row_stride_bytes);
+  }
+  if (slice.count() > units.units_per_element) {
+    bits |= static_cast<std::uintptr_t>(units.col_stride_bytes);
+  }
+  return bits % units.unit_bytes == 0;
+}
+bool UnitsAreAligned(const BoxTarget& box) {
+  auto bits = reinterpret_cast<std::uintptr_t>(box.data);
+  if (box.row_end - box.row_begin > 1) {
+    bits |= static_cast<std::uintptr_t>(box.row_stride_bytes);
+  }
+  if (box.col_end - box.col_begin > box.units_per_element) {
+    bits |= static_cast<std::uintptr_t>(box.col_stride_bytes);
+  }
+  return bits % box.unit_bytes == 0;
+}
+
 // Whether `count` units from (row, col) on lie one after the other.
 bool RowsAreContiguous(const StridedUnits& units) {
   return units.col_stride_bytes ==
@@ -260,6 +285,9 @@ void BatchRunner::Encode(const EncodeBatch& batch) {
   *batch.totals = {};
   for (std::uint32_t s = 0; s < batch.slice_count; ++s) {
     const EncodeSlice& slice = batch.slices[s];
+    // A GPU would fault.
+    KEDGE_CHECK(UnitsAreAligned(slice.grid, slice.slice, slice.old_units) &&
+                UnitsAreAligned(slice.grid, slice.slice, slice.new_units));
     const TileRange tiles = slice.grid.TilesOf(slice.slice);
     for (std::uint64_t i = 0; i < tiles.count; ++i) {
       EncodeOne(batch, slice, tiles.first + i,
@@ -399,6 +427,7 @@ void BatchRunner::Apply(const ApplyBatch& batch) {
     }
     for (std::uint32_t b = 0; b < record.box_count; ++b) {
       const BoxTarget& target = batch.boxes[record.first_box + b];
+      KEDGE_CHECK(UnitsAreAligned(target));
       for (const Change& change : decoder_.changes()) {
         const std::uint32_t r = change.index / box.width;
         const std::uint64_t row = box.row + r;

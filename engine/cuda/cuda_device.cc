@@ -1,5 +1,6 @@
 #include "kedge/engine/cuda/cuda_device.h"
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -18,7 +19,37 @@
 namespace kedge {
 namespace {
 
-// Makes a GPU current for a while: the caller's own choice stays his.
+// Whether the process uses a GPU: has a context there. Yes if nobody knows.
+bool HasContext(int ordinal) {
+  using GetState = CUresult (*)(CUdevice, unsigned int*, int*);
+  static const GetState get_state = []() -> GetState {
+    // As the runtime finds it: the driver itself is not linked.
+    constexpr char kName[] = "cuDevicePrimaryCtxGetState";
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+    constexpr unsigned kSince = 7000;
+    const cudaError_t error = cudaGetDriverEntryPointByVersion(
+        kName, &function, kSince, cudaEnableDefault, &result);
+#else
+    const cudaError_t error =
+        cudaGetDriverEntryPoint(kName, &function, cudaEnableDefault, &result);
+#endif
+    if (error != cudaSuccess) static_cast<void>(cudaGetLastError());
+    if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) {
+      return nullptr;
+    }
+    return reinterpret_cast<GetState>(function);
+  }();
+  unsigned int flags = 0;
+  int active = 0;
+  return get_state == nullptr ||
+         get_state(ordinal, &flags, &active) != CUDA_SUCCESS || active != 0;
+}
+
+// Makes a GPU current for a while: the caller's own choice stays his. A thread
+// that never chose is said to be at GPU 0; to go back there would give a
+// process that uses another one a context on GPU 0, and take its memory.
 class MakeCurrent {
  public:
   explicit MakeCurrent(int ordinal) {
@@ -29,7 +60,9 @@ class MakeCurrent {
     }
   }
   ~MakeCurrent() {
-    if (changed_) static_cast<void>(cudaSetDevice(before_));
+    if (changed_ && HasContext(before_)) {
+      static_cast<void>(cudaSetDevice(before_));
+    }
   }
   MakeCurrent(const MakeCurrent&) = delete;
   MakeCurrent& operator=(const MakeCurrent&) = delete;
@@ -178,6 +211,9 @@ void CudaDevice::UnregisterHost(const void* data) {
   static_cast<void>(cudaHostUnregister(const_cast<void*>(data)));
 }
 
+// Memory of this GPU, whoever allocated it, and managed memory. Pinned and
+// registered host memory is not, nor is the heap where kernels could reach it:
+// weights there would be updated over PCIe.
 bool CudaDevice::IsDeviceMemory(const void* data) const {
   const MakeCurrent make_current(ordinal_);
   cudaPointerAttributes attributes;
@@ -188,6 +224,16 @@ bool CudaDevice::IsDeviceMemory(const void* data) const {
   return attributes.type == cudaMemoryTypeManaged ||
          (attributes.type == cudaMemoryTypeDevice &&
           attributes.device == ordinal_);
+}
+
+bool CudaDevice::IsHostMemory(const void* data) const {
+  const MakeCurrent make_current(ordinal_);
+  cudaPointerAttributes attributes;
+  if (cudaPointerGetAttributes(&attributes, data) != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());
+    return true;
+  }
+  return attributes.type != cudaMemoryTypeDevice;
 }
 
 absl::StatusOr<OwnedStream> CudaDevice::CreateStream() {
@@ -388,6 +434,7 @@ class CudaDevice::Sums final : public DeviceSums {
     work_.items = items_.as<SumItem>();
     work_.row_items = static_cast<std::uint32_t>(plan.row_items);
     work_.vector_items = static_cast<std::uint32_t>(plan.vector_items);
+    work_.column_items = static_cast<std::uint32_t>(plan.column_items);
     work_.tile_items = static_cast<std::uint32_t>(plan.tile_items);
     work_.output_count = output_count_;
     work_.scratch = sums_.as<std::uint64_t>();
@@ -400,10 +447,11 @@ class CudaDevice::Sums final : public DeviceSums {
     if (output_count_ == 0) return absl::OkStatus();
     {
       const MakeCurrent make_current(device_->ordinal());
+      // Not name(): its copy would be an allocation in an engine's pause.
       KEDGE_RETURN_IF_ERROR(
-          CudaStatus(make_current.error(), device_->name(), "cudaSetDevice"));
+          CudaStatus(make_current.error(), device_->name_, "cudaSetDevice"));
       KEDGE_RETURN_IF_ERROR(CudaStatus(LaunchSums(work_, StreamOf(stream)),
-                                       device_->name(), "Sums"));
+                                       device_->name_, "Sums"));
     }
     KEDGE_RETURN_IF_ERROR(device_->Copy(residues_.data(), work_.residues,
                                         residues_.bytes(), stream));

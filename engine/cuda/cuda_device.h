@@ -20,7 +20,8 @@ int CudaDeviceCount();
 // One GPU. Streams are cudaStream_t, those that it makes do not wait for the
 // legacy default stream, nor that for them; events are cudaEvent_t, and who
 // waits for one sleeps. Pinned and registered memory serves all GPUs. Each call
-// makes the GPU current and, before it returns, the one that was.
+// makes the GPU current and, before it returns, the one that was, unless the
+// process uses that one not at all.
 //
 // Errors: kInternal, with CUDA's name and text, is that of the call or of
 // earlier work on the GPU, as CUDA has it.
@@ -41,6 +42,7 @@ class CudaDevice final : public Device {
   absl::Status RegisterHost(const void* data, std::uint64_t bytes) override;
   void UnregisterHost(const void* data) override;
   bool IsDeviceMemory(const void* data) const override;
+  bool IsHostMemory(const void* data) const override;
 
   absl::StatusOr<OwnedStream> CreateStream() override;
   absl::StatusOr<OwnedEvent> CreateEvent() override;

@@ -8,6 +8,11 @@ namespace {
 constexpr std::uint64_t kVectorBytes = 16;
 // Runs from this on are cut at rows of A, even where a box has many.
 constexpr std::uint64_t kLongRun = 4 * kL61RowBytes;
+// Transposed storage: units, rows in a vector, and what tensor offsets are
+// multiples of.
+constexpr std::uint64_t kColumnUnit = 2;
+constexpr std::uint64_t kRowsOfColumnVector = kVectorBytes / kColumnUnit;
+constexpr std::uint64_t kColumnAlignment = 32;
 // Warps share an item: it is long enough that each has some to do.
 constexpr std::uint64_t kLeastVectorItem = 16 * kL61RowBytes;
 
@@ -33,7 +38,7 @@ class Planner {
     plan_.bytes += part.rows * part.row_bytes;
 
     if (!box.rows_are_contiguous()) {
-      AddTiles(part);
+      AddTransposed(part);
       return;
     }
     const bool whole_rows =
@@ -98,9 +103,22 @@ class Planner {
       case SumKind::kVectors:
         ++plan_.vector_items;
         break;
+      case SumKind::kColumns:
+        ++plan_.column_items;
+        break;
       case SumKind::kTiles:
         ++plan_.tile_items;
     }
+  }
+
+  // `bytes` of each row from byte `begin` on, whole elements.
+  Part ColumnsOf(Part part, std::uint64_t begin, std::uint64_t bytes) const {
+    const std::uint64_t element =
+        std::uint64_t{unit_bytes_} * units_per_element_;
+    part.data += static_cast<std::int64_t>(begin / element) * col_stride_;
+    part.offset += begin;
+    part.row_bytes = bytes;
+    return part;
   }
 
   // Rows of `part`, at most `most_rows` an item.
@@ -115,6 +133,51 @@ class Planner {
 
   static std::uint64_t Misalignment(const std::byte* data) {
     return reinterpret_cast<std::uintptr_t>(data) % kVectorBytes;
+  }
+
+  // Rows whose elements do not follow each other.
+  void AddTransposed(const Part& part) {
+    const std::uint64_t left =
+        (kColumnAlignment - part.offset) % kColumnAlignment;
+    const std::uint64_t top =
+        (kVectorBytes - Misalignment(part.data)) % kVectorBytes / kColumnUnit;
+    if (unit_bytes_ != kColumnUnit || units_per_element_ != 1 ||
+        part.row_stride != static_cast<std::int64_t>(kColumnUnit) ||
+        col_stride_ % static_cast<std::int64_t>(kVectorBytes) != 0 ||
+        part.tensor_stride % kColumnAlignment != 0 ||
+        part.tensor_stride > kMaxVectorSpan / kMaxColumnRows ||
+        part.row_bytes < left + kColumnAlignment ||
+        part.rows < top + kRowsOfColumnVector) {
+      AddTiles(part);
+      return;
+    }
+    const std::uint64_t middle =
+        (part.row_bytes - left) / kColumnAlignment * kColumnAlignment;
+    if (left > 0) AddTiles(ColumnsOf(part, 0, left));
+    const std::uint64_t right = part.row_bytes - left - middle;
+    if (right > 0) AddTiles(ColumnsOf(part, left + middle, right));
+
+    Part rows = ColumnsOf(part, left, middle);
+    const auto take = [&](std::uint64_t count) {
+      Part taken = rows;
+      taken.rows = count;
+      rows.data += static_cast<std::int64_t>(count) * rows.row_stride;
+      rows.offset += count * rows.tensor_stride;
+      rows.rows -= count;
+      return taken;
+    };
+    if (top > 0) AddTiles(take(top));
+    const Part whole =
+        take(rows.rows / kRowsOfColumnVector * kRowsOfColumnVector);
+    // Warps that run side by side take items that follow each other: these
+    // stand below each other, so that together they read longer runs.
+    for (std::uint64_t begin = 0; begin < middle; begin += kMaxColumnBytes) {
+      const std::uint64_t bytes =
+          std::min<std::uint64_t>(kMaxColumnBytes, middle - begin);
+      AddRowsOf(SumKind::kColumns, ColumnsOf(whole, begin, bytes),
+                kMaxColumnRows);
+    }
+    if (rows.rows > 0) AddTiles(rows);
   }
 
   // Rows with one stride, each contiguous.
@@ -208,18 +271,14 @@ class Planner {
   }
 
   void AddTiles(const Part& part) {
-    const std::uint64_t element =
-        std::uint64_t{unit_bytes_} * units_per_element_;
     const std::uint64_t width =
         TileWidth(part.offset % kVectorBytes != 0 ||
                   part.tensor_stride % kVectorBytes != 0);
     const std::uint64_t tiles =
         std::max<std::uint64_t>(item_bytes_ / (kSumTileRows * width), 1);
     for (std::uint64_t begin = 0; begin < part.row_bytes; begin += width) {
-      Part columns = part;
-      columns.data += static_cast<std::int64_t>(begin / element) * col_stride_;
-      columns.offset += begin;
-      columns.row_bytes = std::min(width, part.row_bytes - begin);
+      const Part columns =
+          ColumnsOf(part, begin, std::min(width, part.row_bytes - begin));
       AddRowsOf(SumKind::kTiles, columns, tiles * kSumTileRows);
     }
   }

@@ -19,6 +19,8 @@ using internal::TileShared;
 // that are worked on, in 80 registers.
 constexpr std::uint32_t kRowBlocks = 2;
 constexpr std::uint32_t kVectorBlocks = 3;
+// Columns: 256 bytes a thread under way.
+constexpr std::uint32_t kColumnBlocks = 2;
 constexpr std::uint32_t kTileBlocks = 3;
 
 __global__ void __launch_bounds__(kSumThreads, kRowBlocks)
@@ -38,6 +40,18 @@ __global__ void __launch_bounds__(kSumThreads, kVectorBlocks)
   internal::SplitWeights(block, task.l61.a, weights);
   DeviceGroup<32> warp;
   internal::SumVectorItems(
+      warp, task, std::uint64_t{blockIdx.x} * kSumWarps + threadIdx.x / 32,
+      std::uint64_t{gridDim.x} * kSumWarps, *weights);
+}
+
+__global__ void __launch_bounds__(kSumThreads, kColumnBlocks)
+    ColumnKernel(const __grid_constant__ SumTask task) {
+  extern __shared__ uint4 dynamic_shared[];
+  auto* const weights = reinterpret_cast<SharedWeights*>(dynamic_shared);
+  DeviceGroup<kSumThreads> block;
+  internal::SplitColumnWeights(block, task.l61.a, weights);
+  DeviceGroup<32> warp;
+  internal::SumColumnItems(
       warp, task, std::uint64_t{blockIdx.x} * kSumWarps + threadIdx.x / 32,
       std::uint64_t{gridDim.x} * kSumWarps, *weights);
 }
@@ -96,7 +110,7 @@ cudaError_t LaunchSums(const SumWork& work, cudaStream_t stream) {
   if (error != cudaSuccess) return error;
   const auto processors = static_cast<std::uint32_t>(sm_count);
 
-  static_assert(kSumCounters == kSumWarps + 1);
+  static_assert(kSumCounters == kSumWarps + 2);
   std::uint64_t* const halves = work.scratch + kSumCounters;
   SumTask task{work.items, work.row_items, work.l61, halves, work.scratch};
   error = LaunchKernel(RowKernel, task, kRowBlocks * processors,
@@ -106,6 +120,12 @@ cudaError_t LaunchSums(const SumWork& work, cudaStream_t stream) {
   task.item_count = work.vector_items;
   task.given += kSumWarps;
   error = LaunchKernel(VectorKernel, task, kVectorBlocks * processors,
+                       sizeof(SharedWeights), stream);
+  if (error != cudaSuccess) return error;
+  task.items += task.item_count;
+  task.item_count = work.column_items;
+  ++task.given;
+  error = LaunchKernel(ColumnKernel, task, kColumnBlocks * processors,
                        sizeof(SharedWeights), stream);
   if (error != cudaSuccess) return error;
   task.items += task.item_count;
@@ -122,6 +142,8 @@ cudaError_t LoadSumKernels() {
   cudaError_t error = LoadKernel(RowKernel, kRowSharedBytes);
   if (error != cudaSuccess) return error;
   error = LoadKernel(VectorKernel, sizeof(SharedWeights));
+  if (error != cudaSuccess) return error;
+  error = LoadKernel(ColumnKernel, sizeof(SharedWeights));
   if (error != cudaSuccess) return error;
   error = LoadKernel(TileKernel, sizeof(TileShared));
   if (error != cudaSuccess) return error;

@@ -9,9 +9,10 @@
 // reduction; only then comes one multiplication by B modulo p.
 //
 // Memory speed needs some 50 KiB under way on each processor at all times. So
-// in the bodies for almost all bytes, SumRowItems and SumVectorItems, warps run
-// on their own, without barriers of blocks, read ahead of what they work on,
-// and take further work from a counter as they get to it.
+// in the bodies for almost all bytes, SumRowItems, SumVectorItems and
+// SumColumnItems, warps run on their own, without barriers of blocks, read
+// ahead of what they work on or much at once, and take further work from a
+// counter as they get to it.
 
 #include <cstddef>
 #include <cstdint>
@@ -38,7 +39,8 @@ struct SumTask {
   // [2 * outputs]: sums of the low 31 bits of residues, and of what is above.
   std::uint64_t* halves;
   // kRows: [kSumWarps], how many items were given out to the warps that sum one
-  // part of their rows; kVectors: [1], how many parts of items.
+  // part of their rows; kVectors: [1], how many parts of items; kColumns: [1],
+  // how many items.
   std::uint64_t* given;
 };
 
@@ -533,6 +535,138 @@ KEDGE_BODY void SumVectorItems(Warp& warp, const SumTask& task,
       sums[t] = rows.few_in_a_row()
                     ? SumFewInRow(rows, weights, task.l61.key, begin, end, t)
                     : SumManyInRow(rows, weights, task.l61.key, begin, end, t);
+    });
+    AddToOutput(warp, sums, item.output, task.halves);
+  }
+}
+
+// ----------------------------------------------------------- transposed rows
+//
+// No transposition is needed: where a word of the tensor is two units of
+// neighbouring columns, a thread that has read some rows of both puts the words
+// together in registers, each row's with its own A. Threads keep to their rows,
+// so that all words of a row that share a B add up before that comes in.
+
+// What a thread reads at once: of so many columns a vector of 8 rows.
+inline constexpr std::uint32_t kColumnsAtOnce = 16;
+inline constexpr std::uint32_t kColumnRows = 8;
+inline constexpr std::uint32_t kColumnWords = kColumnsAtOnce / 2;
+// Threads of a warp that stand below each other, and beside each other.
+inline constexpr std::uint32_t kThreadsDown = kMaxColumnRows / kColumnRows;
+inline constexpr std::uint32_t kThreadsAcross = 32 / kThreadsDown;
+inline constexpr std::uint32_t kColumnStepWords = kThreadsAcross * kColumnWords;
+static_assert(kL61TileWords % kColumnStepWords == 0);
+
+// Where in SharedWeights the four words from word `word` of A on lie, a
+// multiple of 4. Threads below each other read places that are a multiple of 64
+// words apart; so they meet different banks mostly, instead of one.
+KEDGE_BODY std::uint32_t ColumnPlace(std::uint32_t word) {
+  return word ^ ((word >> 4 ^ word >> 7) & 28);
+}
+
+// Fills `weights` from the table of A, by ColumnPlace.
+template <typename Group>
+KEDGE_BODY void SplitColumnWeights(Group& group, const std::uint64_t* a,
+                                   SharedWeights* weights) {
+  group.Phase([&](std::uint32_t t) {
+    for (std::uint32_t i = t; i < kL61TileWords; i += Group::kThreads) {
+      const std::uint32_t at = ColumnPlace(i / 4 * 4) + i % 4;
+      weights->low[at] = LowHalf(a[i]);
+      weights->high[at] = HighHalf(a[i]);
+    }
+  });
+}
+
+// Thread `t`'s share of an item.
+KEDGE_BODY std::uint64_t SumColumns(const SumItem& item,
+                                    const SharedWeights& weights,
+                                    const L61Key& key, std::uint32_t t) {
+  const std::uint32_t top = kColumnRows * (t % kThreadsDown);
+  // Of the tensor, in words.
+  const auto stride = static_cast<std::uint32_t>(item.tensor_stride / 4);
+  const std::uint32_t first = t / kThreadsDown * kColumnWords;
+  const std::uint32_t words = item.row_bytes / 4;
+  if (top >= item.rows || first >= words) return 0;
+  const auto col_stride = static_cast<std::uint64_t>(item.col_stride_bytes);
+  std::uintptr_t data = reinterpret_cast<std::uintptr_t>(item.data) + 2 * top +
+                        2 * first * col_stride;
+  // Of the thread's row `r`, from where the item's first row of A begins.
+  const std::uint32_t begin =
+      static_cast<std::uint32_t>(item.offset / 4) % kL61TileWords +
+      top * stride;
+  const auto place = [&](std::uint32_t word, std::uint32_t r) {
+    return begin + word + r * stride;
+  };
+  const std::uint64_t first_q = item.offset / kL61RowBytes;
+  std::uint64_t sum = 0;
+  // Of each row, A times the words since it met a new row of A: below 2^61 + 8.
+  std::uint64_t of_row[kColumnRows] = {};
+  const auto leave_row_of_a = [&](std::uint32_t r, std::uint32_t word) {
+    const std::uint64_t b = key.B(first_q + place(word, r) / kL61TileWords);
+    sum = L61Add(sum, L61Mul(L61Reduce(of_row[r]), b));
+    of_row[r] = 0;
+  };
+  std::uint32_t word = first;
+  KEDGE_NO_UNROLL
+  for (; word < words; word += kColumnStepWords) {
+    // Before the reads, which take most registers.
+    KEDGE_UNROLL
+    for (std::uint32_t r = 0; r < kColumnRows; ++r) {
+      if (place(word, r) % kL61TileWords < kColumnStepWords &&
+          word >= kColumnStepWords) {
+        leave_row_of_a(r, word - kColumnStepWords);
+      }
+    }
+    Vector16 v[kColumnsAtOnce];
+    KEDGE_UNROLL
+    for (std::uint32_t c = 0; c < kColumnsAtOnce; ++c) {
+      v[c] = LoadVector(data + c * col_stride);
+    }
+    KEDGE_UNROLL
+    for (std::uint32_t r = 0; r < kColumnRows; ++r) {
+      const std::uint32_t here = ColumnPlace(place(word, r) % kL61TileWords);
+      SplitSum products;
+      KEDGE_UNROLL
+      for (std::uint32_t w = 0; w < kColumnWords; w += 4) {
+        Vector16 row;
+        KEDGE_UNROLL
+        for (std::uint32_t i = 0; i < 4; ++i) {
+          const std::uint32_t even = v[2 * (w + i)].words[r / 2];
+          const std::uint32_t odd = v[2 * (w + i) + 1].words[r / 2];
+          row.words[i] = r % 2 == 0 ? (even & 0xffffu) | odd << 16
+                                    : even >> 16 | (odd & 0xffff0000u);
+        }
+        products.Add(SharedVector(weights.low + (here ^ w)),
+                     SharedVector(weights.high + (here ^ w)), row);
+      }
+      const std::uint64_t x = of_row[r] + products.Fold();
+      of_row[r] = (x & kL61Prime) + (x >> 61);
+    }
+    data += 2 * kColumnStepWords * col_stride;
+  }
+  KEDGE_UNROLL
+  for (std::uint32_t r = 0; r < kColumnRows; ++r) {
+    leave_row_of_a(r, word - kColumnStepWords);
+  }
+  return sum;
+}
+
+// Sums item `first` and those that the counter gives out, from `given_from` on.
+// `weights` are those of SplitColumnWeights.
+template <typename Warp>
+KEDGE_BODY void SumColumnItems(Warp& warp, const SumTask& task,
+                               std::uint64_t first, std::uint64_t given_from,
+                               const SharedWeights& weights) {
+  static_assert(Warp::kThreads == 32);
+  typename Warp::template PerThread<std::uint64_t> sums;
+  typename Warp::template PerThread<std::uint64_t> ticket;
+  warp.Phase([&](std::uint32_t t) { sums[t] = 0; });
+  for (std::uint64_t index = first; index < task.item_count;
+       index = given_from + warp.FromFirst(ticket)) {
+    const SumItem& item = task.items[index];
+    warp.Phase([&](std::uint32_t t) {
+      if (t == 0) ticket[t] = AtomicAdd(task.given, std::uint64_t{1});
+      sums[t] = SumColumns(item, weights, task.l61.key, t);
     });
     AddToOutput(warp, sums, item.output, task.halves);
   }

@@ -13,7 +13,7 @@ namespace kedge {
 
 // Words of SumWork::scratch for so many outputs: how much of the work has been
 // given out, then two parts of each sum.
-inline constexpr std::uint32_t kSumCounters = 9;
+inline constexpr std::uint32_t kSumCounters = 10;
 constexpr std::size_t SumScratchWords(std::uint32_t output_count) {
   return kSumCounters + std::size_t{2} * output_count;
 }
@@ -24,6 +24,7 @@ struct SumWork {
   const SumItem* items = nullptr;  // SumPlan::items
   std::uint32_t row_items = 0;
   std::uint32_t vector_items = 0;
+  std::uint32_t column_items = 0;
   std::uint32_t tile_items = 0;
   std::uint32_t output_count = 0;     // every item's output is below
   std::uint64_t* scratch = nullptr;   // [SumScratchWords(output_count)]

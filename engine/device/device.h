@@ -124,6 +124,10 @@ class Device {
   virtual void UnregisterHost(const void* data) = 0;
   // Whether `data` may be handed to kernels.
   virtual bool IsDeviceMemory(const void* data) const = 0;
+  // Whether the host may read it. Memory of another device is neither.
+  virtual bool IsHostMemory(const void* data) const {
+    return !IsDeviceMemory(data);
+  }
 
   // ------------------------------------------------------- streams and events
   virtual absl::StatusOr<OwnedStream> CreateStream() = 0;

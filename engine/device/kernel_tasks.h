@@ -28,6 +28,7 @@ struct DeviceL61 {
 //        + (c / units_per_element) * col_stride_bytes
 //        + (c % units_per_element) * unit_bytes
 // Only units of the slice are touched; `base` may lie before the first one.
+// Each lies at a multiple of unit_bytes, as do those of every box below.
 struct StridedUnits {
   const std::byte* base = nullptr;
   std::uint64_t first_row = 0;

@@ -15,22 +15,43 @@ absl::StatusOr<std::vector<std::byte>> ReadOpenFile(File& file,
   return contents;
 }
 
-absl::Status WriteAndClose(File& file, std::span<const std::byte> bytes) {
-  KEDGE_RETURN_IF_ERROR(WriteAll(file, 0, bytes));
-  KEDGE_RETURN_IF_ERROR(file.Sync());
-  return file.Close();
+enum class Syncs { kNo, kYes };
+
+absl::Status WriteNew(FileSystem& fs, absl::string_view path,
+                      std::span<const std::byte> bytes, Syncs syncs) {
+  KEDGE_ASSIGN_OR_RETURN(std::unique_ptr<File> file, fs.CreateExclusive(path));
+  const absl::Status status = [&]() -> absl::Status {
+    KEDGE_RETURN_IF_ERROR(WriteAll(*file, 0, bytes));
+    if (syncs == Syncs::kYes) KEDGE_RETURN_IF_ERROR(file->Sync());
+    return file->Close();
+  }();
+  if (!status.ok()) {
+    file.reset();
+    // Half a file under this name would only be in the way of the next try.
+    fs.RemoveFile(path).IgnoreError();
+  }
+  return status;
 }
 
-// WriteNewFile over what an earlier attempt may have left.
+// WriteNew over what an earlier attempt may have left.
 absl::Status WriteTemporary(FileSystem& fs, absl::string_view path,
-                            std::span<const std::byte> bytes) {
-  const absl::Status status = WriteNewFile(fs, path, bytes);
+                            std::span<const std::byte> bytes,
+                            Syncs syncs = Syncs::kYes) {
+  const absl::Status status = WriteNew(fs, path, bytes, syncs);
   if (!absl::IsAlreadyExists(status)) return status;
   if (absl::Status removed = fs.RemoveFile(path);
       !removed.ok() && !absl::IsNotFound(removed)) {
     return removed;
   }
-  return WriteNewFile(fs, path, bytes);
+  return WriteNew(fs, path, bytes, syncs);
+}
+
+// Renames `temporary`, which goes if that fails.
+absl::Status RenameTemporary(FileSystem& fs, absl::string_view temporary,
+                             absl::string_view path) {
+  const absl::Status status = fs.Rename(temporary, path);
+  if (!status.ok()) fs.RemoveFile(temporary).IgnoreError();
+  return status;
 }
 
 }  // namespace
@@ -112,25 +133,22 @@ absl::StatusOr<std::vector<std::byte>> ReadFileOfSize(FileSystem& fs,
 
 absl::Status WriteNewFile(FileSystem& fs, absl::string_view path,
                           std::span<const std::byte> bytes) {
-  KEDGE_ASSIGN_OR_RETURN(std::unique_ptr<File> file, fs.CreateExclusive(path));
-  const absl::Status status = WriteAndClose(*file, bytes);
-  if (!status.ok()) {
-    file.reset();
-    // Half a file under this name would only be in the way of the next try.
-    fs.RemoveFile(path).IgnoreError();
-  }
-  return status;
+  return WriteNew(fs, path, bytes, Syncs::kYes);
 }
 
 absl::Status ReplaceFile(FileSystem& fs, absl::string_view path,
                          absl::string_view temporary,
                          std::span<const std::byte> bytes) {
   KEDGE_RETURN_IF_ERROR(WriteTemporary(fs, temporary, bytes));
-  if (absl::Status status = fs.Rename(temporary, path); !status.ok()) {
-    fs.RemoveFile(temporary).IgnoreError();
-    return status;
-  }
+  KEDGE_RETURN_IF_ERROR(RenameTemporary(fs, temporary, path));
   return fs.SyncDirectory(ParentPath(path));
+}
+
+absl::Status ReplaceHint(FileSystem& fs, absl::string_view path,
+                         absl::string_view temporary,
+                         std::span<const std::byte> bytes) {
+  KEDGE_RETURN_IF_ERROR(WriteTemporary(fs, temporary, bytes, Syncs::kNo));
+  return RenameTemporary(fs, temporary, path);
 }
 
 absl::Status CreateFileAtomically(FileSystem& fs, absl::string_view path,

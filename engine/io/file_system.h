@@ -63,6 +63,10 @@ class File {
       std::uint64_t bytes) = 0;
   // Tells the system that the range will be read soon (posix_fadvise).
   virtual void WillRead(std::uint64_t offset, std::uint64_t bytes) = 0;
+  // Lets storage begin with bytes that have been written, so that Sync waits
+  // for less. A hint: nothing follows from it.
+  virtual void StartWriteback(std::uint64_t /*offset*/,
+                              std::uint64_t /*bytes*/) {}
 };
 
 enum class FileType { kRegular, kDirectory, kOther };
@@ -139,6 +143,11 @@ absl::Status WriteNewFile(FileSystem& fs, absl::string_view path,
 // Writes `temporary` (removed first if it exists), then renames it to `path`
 // and syncs `path`'s directory: a reader sees the old bytes or the new ones.
 absl::Status ReplaceFile(FileSystem& fs, absl::string_view path,
+                         absl::string_view temporary,
+                         std::span<const std::byte> bytes);
+// ReplaceFile for what readers check and can do without: nothing is synced, so
+// that a power loss may leave the old bytes, nothing, or nonsense.
+absl::Status ReplaceHint(FileSystem& fs, absl::string_view path,
                          absl::string_view temporary,
                          std::span<const std::byte> bytes);
 // Makes `path` with `bytes` unless it exists (kAlreadyExists): a temporary

@@ -212,6 +212,10 @@ class PosixFile final : public File {
     return std::make_unique<PosixMappedRegion>(address, bytes);
   }
 
+  void StartWriteback(std::uint64_t offset, std::uint64_t bytes) override {
+    sync_file_range(descriptor_, static_cast<off_t>(offset),
+                    static_cast<off_t>(bytes), SYNC_FILE_RANGE_WRITE);
+  }
   void WillRead(std::uint64_t offset, std::uint64_t bytes) override {
     if (!CheckRange(path_, offset, bytes).ok()) return;
     posix_fadvise(descriptor_, static_cast<off_t>(offset),

@@ -117,8 +117,8 @@ absl::Status StagingDirectory::CheckStage(Stage expected,
   if (stage_ != expected) {
     return absl::FailedPreconditionError(absl::StrCat(
         path_, ": ", call,
-        ": out of order: the order is AddFile, SealFiles, WriteCommit, "
-        "PublishAs, each of the last three once"));
+        ": out of order: the order is AddFile, SealFiles (or not), "
+        "WriteCommit, PublishAs, each of the last three once"));
   }
   return absl::OkStatus();
 }
@@ -168,14 +168,30 @@ void StagingDirectory::SetStage(Stage stage) {
 }
 
 absl::Status StagingDirectory::WriteCommit(std::span<const std::byte> manifest,
-                                           std::span<const std::byte> commit) {
-  KEDGE_RETURN_IF_ERROR(CheckStage(Stage::kSealed, "WriteCommit"));
+                                           std::span<const std::byte> commit,
+                                           IoPool& pool) {
+  const bool seals = stage_ == Stage::kWriting;
+  KEDGE_RETURN_IF_ERROR(
+      CheckStage(seals ? Stage::kWriting : Stage::kSealed, "WriteCommit"));
   names_.emplace_back(kManifestFileName);
-  KEDGE_RETURN_IF_ERROR(
-      Poison(WriteNewFile(*fs_, JoinPath(path_, kManifestFileName), manifest)));
   names_.emplace_back(kCommitFileName);
-  KEDGE_RETURN_IF_ERROR(
-      Poison(WriteNewFile(*fs_, JoinPath(path_, kCommitFileName), commit)));
+  {
+    // Nobody looks in here before the rename, so that the order in which files
+    // reach the disk does not matter, and one wait is enough for all.
+    IoPool::Batch batch(&pool);
+    if (seals) {
+      for (const DataFile& data : files_) {
+        batch.Submit([&data] { return SealFile(*data.file, data.bytes); });
+      }
+    }
+    batch.Submit([&] {
+      return WriteNewFile(*fs_, JoinPath(path_, kManifestFileName), manifest);
+    });
+    batch.Submit([&] {
+      return WriteNewFile(*fs_, JoinPath(path_, kCommitFileName), commit);
+    });
+    KEDGE_RETURN_IF_ERROR(Poison(batch.Wait()));
+  }
   // The names must be on the disk before the directory can be seen.
   KEDGE_RETURN_IF_ERROR(Poison(fs_->SyncDirectory(path_)));
   stage_ = Stage::kCommitted;

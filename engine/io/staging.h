@@ -56,9 +56,11 @@ class StagingDirectory {
   void Adopt(std::unique_ptr<StagingDirectory> inner);
 
   // Writes MANIFEST and COMMIT (each synced and closed), then syncs the
-  // directory. Call after SealFiles.
+  // directory. Data files that SealFiles has not sealed yet are sealed here, at
+  // the same time: where nobody else has to hear of them before, that saves a
+  // wait for the disk.
   absl::Status WriteCommit(std::span<const std::byte> manifest,
-                           std::span<const std::byte> commit);
+                           std::span<const std::byte> commit, IoPool& pool);
 
   // Renames to `target` and syncs the parent of `target`. `is_ours` is asked
   // when rename failed: it looks at `target` and says whether what stands there

@@ -28,12 +28,11 @@ absl::Status NoStore(FileSystem& fs, absl::string_view path) {
         "\"", path, "\": no kedge store: no such directory; check the path"));
   }
   const bool was_one =
-      names.ok() && std::any_of(names->begin(), names->end(),
-                                [](const std::string& name) {
-                                  return name == kHeadFileName ||
-                                         name == kEpochsDirectoryName ||
-                                         ParseStepDirectoryName(name);
-                                });
+      names.ok() &&
+      std::any_of(names->begin(), names->end(), [](const std::string& name) {
+        return name == kHeadFileName || name == kEpochsDirectoryName ||
+               ParseStepDirectoryName(name);
+      });
   if (was_one) {
     return absl::NotFoundError(absl::StrCat(
         path, ": the file ", kStoreFileName,

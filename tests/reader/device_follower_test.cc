@@ -874,17 +874,46 @@ TEST_F(DeviceFollowerTest, HostMemoryIsRefusedByTensorAndSet) {
               HasSubstr("tensor down in tp0: expected memory of scripted"));
 }
 
+// A kernel would fault, and end the process.
+TEST_F(DeviceFollowerTest, ElementsOffTheirAlignmentAreRefusedByTensorAndSet) {
+  const auto refuses = [&](std::uint64_t first, std::int64_t row_bytes) {
+    TensorTarget target;
+    target.name = "norm";
+    target.dtype = DType::kF32;
+    target.shape = {257};
+    target.begin = {0};
+    target.extent = {40};
+    target.strides_bytes = {row_bytes};
+    auto memory = device_.plain()->Allocate(MemoryKind::kDevice, 4'096);
+    ASSERT_TRUE(memory.ok()) << memory.status();
+    target.data = memory->data() + first;
+    WeightSet set("tp0");
+    ASSERT_TRUE(set.Add(target).ok());
+    FollowerOptions options = Options();
+    options.allow_partial = true;
+    const auto follower = Follower::Open(options, {&set});
+    EXPECT_EQ(follower.status().code(), absl::StatusCode::kInvalidArgument)
+        << follower.status();
+    EXPECT_THAT(std::string(follower.status().message()),
+                HasSubstr("tensor norm in tp0: expected elements at multiples "
+                          "of 4 bytes"));
+  };
+  refuses(2, 4);
+  refuses(0, 6);
+}
+
 TEST(DeviceGroupTest, MemoryThatOneRankHasElsewhereFailsOpenOnAll) {
   PublishedRun run(LayerTensors(), 4);
-  const std::unique_ptr<Device> devices[] = {NewDevice(), NewDevice()};
+  const std::unique_ptr<Device> device = NewDevice();
+  // In the heap. What another Device of the same GPU gives out would do.
   ReaderGroup group(run, Split::kRows, 2,
                     [&](std::uint32_t rank, FollowerOptions* options) {
-                      if (rank == 1) options->device = devices[0].get();
+                      if (rank == 1) options->device = device.get();
                     },
-                    std::chrono::seconds(60),
-                    {devices[0].get(), devices[1].get()});
+                    std::chrono::seconds(60), {device.get(), nullptr});
   const auto statuses = group.Open();
-  EXPECT_EQ(statuses[1].code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(statuses[1].code(), absl::StatusCode::kInvalidArgument)
+      << statuses[1];
   EXPECT_FALSE(statuses[0].ok());
 }
 

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
-#include <cstring>
 #include <filesystem>
 #include <map>
 #include <memory>
@@ -15,7 +14,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
-#include "kedge/engine/cpu/cpu_device.h"
 #include "kedge/format/fixed_files.h"
 #include "kedge/format/layout.h"
 #include "kedge/format/limits.h"
@@ -107,56 +105,6 @@ TEST(FollowerCostTest, OneChangedElementOfALargeTensorCostsNoLargeAnything) {
   EXPECT_LT(counting.operation_count(), 40);
   EXPECT_LT(allocated, 1u << 20);
   EXPECT_EQ(engine.data[bytes / 2 + 2], std::byte{1});
-}
-
-// Engines must not meet the allocator while their weights are locked; what is
-// left are the few values of the checksums.
-TEST(FollowerCostTest, APauseOnADeviceAllocatesNextToNothing) {
-  const std::uint64_t rows = 2048;
-  const std::uint64_t cols = 4096;
-  TempDirectory directory;
-  const Sparse trainer(rows * cols * 2);
-  CpuDevice device;
-  auto engine = device.Allocate(MemoryKind::kDevice, rows * cols * 2);
-  ASSERT_TRUE(engine.ok()) << engine.status();
-  std::fill(engine->data(), engine->data() + engine->bytes(), std::byte{0});
-  TrainerTensor tensor;
-  tensor.name = "big";
-  tensor.shape = {rows, cols};
-  tensor.data = trainer.data;
-  WriterOptions writer_options;
-  writer_options.store_path = directory.Join("store");
-  auto writer =
-      SnapshotWriter::Create(writer_options, {.external_v0 = true}, {tensor});
-  ASSERT_TRUE(writer.ok()) << writer.status();
-  WeightSet set;
-  ASSERT_TRUE(set.Add(Target(tensor, engine->data())).ok());
-  FollowerOptions options;
-  options.store_path = writer_options.store_path;
-  options.device = &device;
-  std::uint64_t at_pause = 0;
-  std::uint64_t in_pause = 0;
-  options.pause = [&] {
-    at_pause = allocated_bytes.load();
-    return absl::OkStatus();
-  };
-  options.commit = [&](const VersionId&) {
-    in_pause = allocated_bytes.load() - at_pause;
-  };
-  const auto follower = Follower::Open(options, {&set});
-  ASSERT_TRUE(follower.ok()) << follower.status();
-  ASSERT_TRUE((*follower)->VerifyHeld(0).ok());
-  for (std::uint64_t step = 1; step <= 3; ++step) {
-    for (std::uint64_t i = step; i < rows * cols; i += 101) {
-      trainer.data[2 * i] ^= std::byte{1};
-    }
-    ASSERT_TRUE((*writer)->Publish(step).ok());
-    const auto result = (*follower)->Update();
-    ASSERT_TRUE(result.ok()) << result.status();
-    EXPECT_GT(result->units_written, 80'000u);
-    EXPECT_LT(in_pause, 256u) << "v" << step;
-  }
-  EXPECT_EQ(std::memcmp(engine->data(), trainer.data, rows * cols * 2), 0);
 }
 
 class ManyTensorsTest : public testing::Test {

@@ -85,8 +85,8 @@ TEST_F(HookDeviceTest, TheHookPublishesWhatTheOptimizerWrote) {
     trainer_->Optimize(fractions[step]);
     ASSERT_TRUE(
         trainer_->Write(**hook, trainer_->Ranges(false, about_bytes_)).ok());
-    trainer_->SyncReplicas();
     ASSERT_TRUE((*hook)->EndStep().ok());
+    trainer_->SyncReplicas();
     EXPECT_TRUE(trainer_->DeviceHoldsNext());
     if (step == 4) continue;
     const auto result = (*hook)->Publish();

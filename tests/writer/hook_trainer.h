@@ -285,8 +285,9 @@ class HookTrainer {
     if (absl::Status status = Write(hook, Ranges(shuffled)); !status.ok()) {
       return status;
     }
+    const absl::Status ended = hook.EndStep();  // now the weights are there
     SyncReplicas();
-    return hook.EndStep();
+    return ended;
   }
 
   // For when the hook could not: the weights are what the optimizer wrote.

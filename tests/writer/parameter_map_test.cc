@@ -138,6 +138,18 @@ TEST(ParameterMapTest, GivesTheUnitsOfEveryRange) {
   }
 }
 
+TEST(ParameterMapTest, FindsParametersThatShareMemoryBesideAnEmptyOne) {
+  std::vector<std::byte> memory(200);
+  const std::vector<ParameterSpan> parameters = {
+      {"first", memory.data(), 100},
+      {"empty", memory.data() + 50, 0},
+      {"second", memory.data() + 80, 100}};
+  const auto map = ParameterMap::Make(parameters, {});
+  EXPECT_EQ(map.status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(map.status().message()),
+              testing::HasSubstr("\"first\" and \"second\" share memory"));
+}
+
 TEST(ParameterMapTest, TellsInterleavedTensorsFromOverlappingOnes) {
   std::mt19937_64 random(11);
   std::vector<std::byte> parameter(4000);

@@ -44,7 +44,7 @@ std::vector<std::uint64_t> RunOnHost(std::mt19937_64& rng, const SumPlan& plan,
     return a;
   }();
   std::vector<std::uint64_t> halves(2 * std::size_t{outputs});
-  std::vector<std::uint64_t> given(kSumWarps + 1);
+  std::vector<std::uint64_t> given(kSumWarps + 2);
   SumTask task{plan.items.data(),
                static_cast<std::uint32_t>(plan.row_items),
                {table.data(), kKey},
@@ -71,6 +71,16 @@ std::vector<std::uint64_t> RunOnHost(std::mt19937_64& rng, const SumPlan& plan,
   for (std::uint32_t i = 0; i < blocks; ++i) {
     HostGroup<32> warp(rng());
     internal::SumVectorItems(warp, task, backwards ? blocks - 1 - i : i, blocks,
+                             *weights);
+  }
+  task.items += task.item_count;
+  task.item_count = static_cast<std::uint32_t>(plan.column_items);
+  ++task.given;
+  std::memset(static_cast<void*>(weights.get()), 0xee, sizeof(SharedWeights));
+  internal::SplitColumnWeights(block_threads, table.data(), weights.get());
+  for (std::uint32_t i = 0; i < blocks; ++i) {
+    HostGroup<32> warp(rng());
+    internal::SumColumnItems(warp, task, backwards ? blocks - 1 - i : i, blocks,
                              *weights);
   }
   task.items += task.item_count;
@@ -262,9 +272,16 @@ TEST_F(L61SumEmulationTest, LayoutsOfModelsRunAsTheyShould) {
         CheckBox(Place(rng_, grid, 2, 1, 0, 300, 768, 1536, layout, 768, 0)),
         (Kinds{SumKind::kVectors}));
   }
-  // Stored transposed.
+  // Stored transposed; the last four rows are half a vector.
+  EXPECT_EQ(CheckBox(Place(rng_, grid, 2, 1, 0, 296, 0, 1536,
+                           Layout::kTransposed, 0, 0)),
+            (Kinds{SumKind::kColumns}));
   EXPECT_EQ(CheckBox(Place(rng_, grid, 2, 1, 0, 300, 0, 1536,
                            Layout::kPitchedTransposed, 4, 0)),
+            (Kinds{SumKind::kColumns, SumKind::kTiles}));
+  // Columns that do not begin at vectors, in memory.
+  EXPECT_EQ(CheckBox(Place(rng_, grid, 2, 1, 0, 300, 0, 1536,
+                           Layout::kPitchedTransposed, 3, 0)),
             (Kinds{SumKind::kTiles}));
   // Columns that begin within 16 bytes, in memory that does too.
   EXPECT_EQ(CheckBox(Place(rng_, grid, 2, 1, 0, 300, 3, 1530, Layout::kPitched,
@@ -290,6 +307,57 @@ TEST_F(L61SumEmulationTest, TransposedStorageOfEveryUnitIsReadInVectors) {
   }
 }
 
+TEST_F(L61SumEmulationTest, TransposedRowsMeetEveryRowOfAWhereTheyShould) {
+  // Rows that begin anywhere in a row of A, at multiples of 32 bytes, and pass
+  // into the next one anywhere; bands and parts of every size.
+  for (int round = 0; round < Rounds(150); ++round) {
+    const std::uint64_t cols =
+        16 * (round % 3 == 0 ? 8u << rng_() % 7 : 8 + rng_() % 600);
+    const std::uint64_t rows = 8 + rng_() % (rng_() % 2 == 0 ? 40 : 300);
+    const TileGrid grid = MakeTileGrid(Shape{rows, cols}, 1);
+    ASSERT_EQ(grid.cols, cols);
+    std::uint64_t row_begin = 0;
+    std::uint64_t col_begin = 0;
+    if (rng_() % 2 == 0) row_begin = rng_() % (rows - 7);
+    if (rng_() % 2 == 0) col_begin = rng_() % (cols - 47);
+    const std::uint64_t row_end =
+        row_begin + 8 + rng_() % (rows - row_begin - 7);
+    const std::uint64_t col_end =
+        rng_() % 2 == 0 ? cols
+                        : col_begin + 47 + rng_() % (cols - col_begin - 46);
+    // So that columns begin at vectors.
+    const std::uint64_t pitch = 8 + (8 - (row_end - row_begin) % 8) % 8;
+    const std::set<SumKind> kinds =
+        CheckBox(Place(rng_, grid, 2, 1, row_begin, row_end, col_begin, col_end,
+                       Layout::kPitchedTransposed, pitch, 0));
+    ASSERT_TRUE(kinds.contains(SumKind::kColumns));
+    // Data that begin within a vector: some rows of the first one are missing.
+    if (row_end - row_begin >= 16) {
+      ASSERT_TRUE(CheckBox(Place(rng_, grid, 2, 1, row_begin, row_end,
+                                 col_begin, col_end, Layout::kPitchedTransposed,
+                                 pitch, 1 + rng_() % 7))
+                      .contains(SumKind::kColumns));
+    }
+    ASSERT_FALSE(HasFailure()) << "round " << round;
+  }
+}
+
+TEST_F(L61SumEmulationTest, EveryUnitOfTransposedRowsCountsWithItsOwnWeight) {
+  // One unit that is not 0, at every row of a band and some columns.
+  const TileGrid grid = MakeTileGrid(Shape{72, 2080}, 1);
+  PlacedBox box =
+      Place(rng_, grid, 2, 1, 0, 72, 0, 2080, Layout::kTransposed, 0, 0);
+  std::memset(box.memory.get(), 0, std::size_t{2} * 72 * 2080);
+  for (std::uint64_t r = 0; r < 72; ++r) {
+    const std::uint64_t c = rng_() % 2080;
+    const std::uint16_t value = static_cast<std::uint16_t>(1 + rng_() % 65535);
+    std::memcpy(box.target.At(r, c), &value, 2);
+    EXPECT_EQ(CheckBox(box), std::set<SumKind>{SumKind::kColumns})
+        << "row " << r << ", column " << c;
+    std::memset(box.target.At(r, c), 0, 2);
+  }
+}
+
 TEST_F(L61SumEmulationTest, LargestBytesDoNotOverflow) {
   // All bits set, in rows of A and elsewhere.
   const TileGrid grid = MakeTileGrid(Shape{64, 8192}, 1);
@@ -303,6 +371,11 @@ TEST_F(L61SumEmulationTest, LargestBytesDoNotOverflow) {
     }
     CheckBox(box);
   }
+  const TileGrid halves = MakeTileGrid(Shape{64, 8192}, 1);
+  PlacedBox box =
+      Place(rng_, halves, 2, 1, 0, 64, 0, 8192, Layout::kTransposed, 0, 0);
+  std::memset(box.memory.get(), 0xff, std::size_t{2} * 64 * 8192);
+  EXPECT_EQ(CheckBox(box), std::set<SumKind>{SumKind::kColumns});
 }
 
 TEST_F(L61SumEmulationTest, RowsFarApartLookUpEachB) {
@@ -313,6 +386,8 @@ TEST_F(L61SumEmulationTest, RowsFarApartLookUpEachB) {
   EXPECT_EQ(CheckBox(box), std::set<SumKind>{SumKind::kVectors});
   box = Place(rng_, grid, 2, 1, 0, 40, 8190, 8195, Layout::kTransposed, 0, 0);
   EXPECT_EQ(CheckBox(box), std::set<SumKind>{SumKind::kTiles});
+  box = Place(rng_, grid, 2, 1, 0, 40, 8160, 8240, Layout::kTransposed, 0, 0);
+  EXPECT_EQ(CheckBox(box), std::set<SumKind>{SumKind::kColumns});
 }
 
 TEST_F(L61SumEmulationTest, TensorsOfFewRowsOfAReadAheadIntoTheNextOnes) {
@@ -385,19 +460,26 @@ TEST_F(L61SumEmulationTest, ItemsKeepTheirLimits) {
   add(4096, 151936, 0, 75968, false);
   add(1, 1'000'000'007, 0, 1'000'000'007, false);
   add(8192, 28672, 0, 14336, true);
+  add(768, 2048, 0, 2048, true);
+  add(64, std::uint64_t{1} << 24, 32, 64, true);
+  add(1000, 1000, 8, 999, true);
   add(100000, 24, 0, 8, false);
   add(1 << 20, 8, 0, 8, false);
   add(3, std::uint64_t{3} << 30, 16, 24, false);
   add(2000, std::uint64_t{1} << 26, 64, 16384, false);
   const SumPlan plan = PlanSums(boxes);
   for (std::size_t i = 0; i < plan.items.size(); ++i) {
+    const std::size_t columns = plan.row_items + plan.vector_items;
     ASSERT_EQ(plan.items[i].kind, i < plan.row_items ? SumKind::kRows
-                                  : i < plan.row_items + plan.vector_items
-                                      ? SumKind::kVectors
+                                  : i < columns      ? SumKind::kVectors
+                                  : i < columns + plan.column_items
+                                      ? SumKind::kColumns
                                       : SumKind::kTiles);
   }
-  ASSERT_EQ(plan.row_items + plan.vector_items + plan.tile_items,
-            plan.items.size());
+  ASSERT_EQ(
+      plan.row_items + plan.vector_items + plan.column_items + plan.tile_items,
+      plan.items.size());
+  ASSERT_GT(plan.column_items, 0u);
   std::vector<std::uint64_t> bytes(boxes.size());
   for (const SumItem& item : plan.items) {
     ASSERT_GT(item.rows, 0u);
@@ -415,6 +497,19 @@ TEST_F(L61SumEmulationTest, ItemsKeepTheirLimits) {
       case SumKind::kVectors:
         ASSERT_LE(item.rows * (item.row_bytes / 16), kMaxVectors);
         ASSERT_LT(item.row_bytes, 1u << 16);
+        ASSERT_LE((item.rows - 1) * item.tensor_stride + item.row_bytes,
+                  kMaxVectorSpan);
+        bytes[item.output] += std::uint64_t{item.rows} * item.row_bytes;
+        break;
+      case SumKind::kColumns:
+        ASSERT_LE(item.rows, kMaxColumnRows);
+        ASSERT_EQ(item.rows % 8, 0u);
+        ASSERT_LE(item.row_bytes, kMaxColumnBytes);
+        ASSERT_EQ((item.offset | item.tensor_stride | item.row_bytes) % 32, 0u);
+        ASSERT_EQ((reinterpret_cast<std::uintptr_t>(item.data) |
+                   static_cast<std::uint64_t>(item.col_stride_bytes)) %
+                      16,
+                  0u);
         ASSERT_LE((item.rows - 1) * item.tensor_stride + item.row_bytes,
                   kMaxVectorSpan);
         bytes[item.output] += std::uint64_t{item.rows} * item.row_bytes;

@@ -5,12 +5,15 @@
 
 #include "kedge/engine/cuda/cuda_device.h"
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <thread>
 #include <vector>
 
 #include "absl/strings/match.h"
@@ -53,6 +56,27 @@ TEST(CudaDeviceOpenTest, WithoutADriverOpenSaysSo) {
 
 TEST_F(CudaDeviceTest, NameSaysOrdinalAndModel) {
   EXPECT_TRUE(absl::StartsWith(device().name(), "cuda:0 (")) << device().name();
+}
+
+TEST_F(CudaDeviceTest, MemoryOfTheDeviceAndManagedMemoryAreItsOwn) {
+  void* managed = nullptr;
+  ASSERT_EQ(cudaMallocManaged(&managed, 100), cudaSuccess);
+  EXPECT_TRUE(device().IsDeviceMemory(managed));
+  EXPECT_TRUE(device().IsHostMemory(managed));
+  EXPECT_EQ(cudaFree(managed), cudaSuccess);
+  const auto again = Must(CudaDevice::Open(0));
+  const DeviceMemory ours = Must(again->Allocate(MemoryKind::kDevice, 100));
+  EXPECT_TRUE(device().IsDeviceMemory(ours.data()));
+  EXPECT_FALSE(device().IsHostMemory(ours.data()));
+  // Even where kernels can reach it.
+  std::vector<std::byte> heap(std::size_t{1} << 20);
+  EXPECT_FALSE(device().IsDeviceMemory(heap.data()));
+  EXPECT_TRUE(device().IsHostMemory(heap.data()));
+  ASSERT_EQ(cudaHostRegister(heap.data(), heap.size(), cudaHostRegisterDefault),
+            cudaSuccess);
+  EXPECT_FALSE(device().IsDeviceMemory(heap.data()));
+  EXPECT_EQ(cudaHostUnregister(heap.data()), cudaSuccess);
+  EXPECT_FALSE(device().IsDeviceMemory(heap.data()));
 }
 
 TEST_F(CudaDeviceTest, ErrorsNameDeviceAndCallAndDoNotStay) {
@@ -136,6 +160,43 @@ TEST_F(CudaDeviceTest, WorkOnOneGpuLeavesTheCallersCurrentOneAlone) {
 // A tensor of more than 2^32 bytes in one piece of memory: changes at its very
 // end and beyond the 2^32nd byte arrive there and nowhere else, and its
 // checksum changes by exactly L of them.
+// In a process of its own, where nobody has used GPU 0.
+TEST(CudaDeviceDeathTest, AGpuThatNobodyUsesGetsNoContext) {
+  if (CudaDeviceCount() < 2) GTEST_SKIP() << "needs two CUDA devices";
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto use_the_other = [] {
+    {
+      const auto device = Must(CudaDevice::Open(1));
+      const DeviceMemory memory =
+          Must(device->Allocate(MemoryKind::kDevice, 1 << 20));
+      std::thread([&] {
+        const OwnedStream stream = Must(device->CreateStream());
+        EXPECT_TRUE(
+            device->Fill(memory.data(), 1, memory.bytes(), stream.get()).ok());
+        EXPECT_TRUE(device->WaitForStream(stream.get()).ok());
+      }).join();
+    }
+    // Whether this process has taken memory of GPU 0.
+    cudaDriverEntryPointQueryResult found;
+    void* function = nullptr;
+    unsigned int flags = 0;
+    int active = 1;
+#if CUDART_VERSION >= 12050
+    cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &function,
+                                     7000, cudaEnableDefault, &found);
+#else
+    cudaGetDriverEntryPoint("cuDevicePrimaryCtxGetState", &function,
+                            cudaEnableDefault, &found);
+#endif
+    if (function != nullptr) {
+      reinterpret_cast<CUresult (*)(CUdevice, unsigned int*, int*)>(function)(
+          0, &flags, &active);
+    }
+    std::exit(active);
+  };
+  EXPECT_EXIT(use_the_other(), ::testing::ExitedWithCode(0), "");
+}
+
 TEST_F(CudaDeviceTest, TensorsBeyondFourGigabytesAreAddressedWhole) {
   std::size_t free_bytes = 0;
   std::size_t all_bytes = 0;

@@ -124,6 +124,48 @@ TEST_F(SumsTest, AreThePlainOnesInEveryDtypeLayoutAndShape) {
   }
 }
 
+// Columns that begin at multiples of 16 bytes, for which kernels have a way of
+// their own.
+TEST_F(SumsTest, OfTransposedWeightsAreThePlainOnes) {
+  std::mt19937_64 rng(7);
+  const L61Key key = L61Key::FromSeed(7);
+  std::vector<DeviceBuffer> memories;
+  std::vector<SumBox> tables;
+  std::vector<std::uint64_t> expected(3);
+  for (const UnitType& type : kUnitTypes) {
+    if (type.units_per_element > 1) continue;
+    for (const Shape& shape :
+         {Shape{96, 2048}, Shape{64, 384}, Shape{136, 1440}, Shape{72, 4112},
+          Shape{768, 128}, Shape{300, 640}}) {
+      const TileGrid grid = MakeTileGrid(shape, 1);
+      SumBox sum;
+      BoxTarget& target = sum.box;
+      target.row_begin = rng() % 40;
+      target.row_end = grid.rows - rng() % 3;
+      target.col_begin = rng() % 2 * (rng() % 40);
+      target.col_end = grid.cols - rng() % 2 * (rng() % 40);
+      target.unit_bytes = type.unit_bytes;
+      target.row_stride_bytes = type.unit_bytes;
+      const std::uint64_t pitch =
+          (target.row_end - target.row_begin + 15) / 16 * 16 * type.unit_bytes;
+      target.col_stride_bytes = static_cast<std::int64_t>(pitch);
+      std::vector<std::byte> bytes((target.col_end - target.col_begin) * pitch);
+      FillRandom(rng, bytes);
+      memories.emplace_back(device(), bytes);
+      sum.cols = grid.cols;
+      sum.output = static_cast<std::uint32_t>(rng() % expected.size());
+      target.data = bytes.data();
+      expected[sum.output] =
+          L61Add(expected[sum.output], PlainSum(key, grid, target));
+      target.data = memories.back().data();
+      tables.push_back(sum);
+    }
+  }
+  const auto sums = Must(device().PrepareSums(
+      tables, static_cast<std::uint32_t>(expected.size()), key));
+  ExpectSums(device(), *sums, expected);
+}
+
 TEST_F(SumsTest, ManyBoxesOfMixedDtypesAddToTheirOutputs) {
   const std::vector<Shape> shapes = {
       {1}, {300, 130}, {900, 7}, {40000}, {5, 1000}, {16, 8, 3, 3}, {131, 257}};

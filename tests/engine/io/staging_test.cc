@@ -93,7 +93,7 @@ class StagingTest : public testing::Test {
     }
     absl::Status status = (*staging)->SealFiles(pool);
     if (!status.ok()) return status;
-    status = (*staging)->WriteCommit(Bytes("manifest"), Bytes("commit"));
+    status = (*staging)->WriteCommit(Bytes("manifest"), Bytes("commit"), pool);
     if (!status.ok()) return status;
     status = (*staging)->PublishAs(Target(), [this] { return IsOurs(); });
     if (status.ok()) parent_sync_status_ = (*staging)->parent_sync_status();
@@ -262,7 +262,7 @@ TEST_F(StagingTest, FailedSyncOrCloseOfOneFilePoisons) {
       fs_.Reset();
       EXPECT_TRUE(absl::IsFailedPrecondition((*staging)->SealFiles(pool_)));
       EXPECT_TRUE(absl::IsFailedPrecondition(
-          (*staging)->WriteCommit(Bytes("manifest"), Bytes("commit"))));
+          (*staging)->WriteCommit(Bytes("manifest"), Bytes("commit"), pool_)));
       EXPECT_TRUE(absl::IsFailedPrecondition(
           (*staging)->PublishAs(Target(), [] { return true; })));
       EXPECT_TRUE(
@@ -369,7 +369,7 @@ TEST_F(StagingTest, VanishedStagingDirectoryIsAnUnknownOutcome) {
   auto staging = StagingDirectory::Create(&fs_, Staging());
   ASSERT_TRUE(staging.ok());
   ASSERT_TRUE((*staging)->SealFiles(pool_).ok());
-  ASSERT_TRUE((*staging)->WriteCommit(Bytes("m"), Bytes("c")).ok());
+  ASSERT_TRUE((*staging)->WriteCommit(Bytes("m"), Bytes("c"), pool_).ok());
   EXPECT_THAT(
       std::string(
           (*staging)->PublishAs(Target(), [] { return false; }).message()),
@@ -448,19 +448,43 @@ TEST_F(StagingTest, FileThatChangedItsSizeIsRefused) {
               HasSubstr("expected 3000 bytes, found 10"));
 }
 
+// A writer that is alone lets the commit seal its files.
+TEST_F(StagingTest, CommitSealsWhatIsNotSealed) {
+  auto staging = StagingDirectory::Create(&fs_, Staging());
+  ASSERT_TRUE(staging.ok());
+  for (int i = 0; i < 3; ++i) ASSERT_TRUE(WriteData(**staging, i).ok());
+  ASSERT_TRUE(
+      (*staging)->WriteCommit(Bytes("manifest"), Bytes("commit"), pool_).ok());
+  int synced = 0;
+  for (const Operation& operation : fs_.log()) {
+    if (operation.kind == FileOperation::kSync) ++synced;
+  }
+  EXPECT_EQ(synced, 5);  // MANIFEST and COMMIT, too
+  EXPECT_TRUE(absl::IsFailedPrecondition((*staging)->SealFiles(pool_)));
+
+  // And a sync that fails there poisons as any other.
+  auto poisoned = StagingDirectory::Create(&fs_, Staging() + "b");
+  ASSERT_TRUE(poisoned.ok());
+  absl::StatusOr<File*> file = (*poisoned)->AddFile("data-0", 0);
+  ASSERT_TRUE(file.ok());
+  fs_.set_script(FaultOn(FileOperation::kSync, "data-0", Fault::Fail(EIO)));
+  EXPECT_TRUE(absl::IsUnavailable(
+      (*poisoned)->WriteCommit(Bytes("m"), Bytes("c"), pool_)));
+  EXPECT_TRUE(absl::IsFailedPrecondition(
+      (*poisoned)->PublishAs(Target(), [] { return false; })));
+}
+
 TEST_F(StagingTest, CallsOutOfOrderAreRefused) {
   auto staging = StagingDirectory::Create(&fs_, Staging());
   ASSERT_TRUE(staging.ok());
   const auto ours = [] { return false; };
-  EXPECT_TRUE(absl::IsFailedPrecondition(
-      (*staging)->WriteCommit(Bytes("m"), Bytes("c"))));
   EXPECT_TRUE(
       absl::IsFailedPrecondition((*staging)->PublishAs(Target(), ours)));
   ASSERT_TRUE((*staging)->SealFiles(pool_).ok());  // a step without data files
   EXPECT_TRUE(absl::IsFailedPrecondition((*staging)->AddFile("a", 1).status()));
   EXPECT_TRUE(
       absl::IsFailedPrecondition((*staging)->PublishAs(Target(), ours)));
-  ASSERT_TRUE((*staging)->WriteCommit(Bytes("m"), Bytes("c")).ok());
+  ASSERT_TRUE((*staging)->WriteCommit(Bytes("m"), Bytes("c"), pool_).ok());
   ASSERT_TRUE((*staging)->PublishAs(Target(), ours).ok());
   EXPECT_TRUE(
       absl::IsFailedPrecondition((*staging)->PublishAs(Target(), ours)));
@@ -477,11 +501,12 @@ TEST_F(StagingTest, AdoptedDirectoryAppearsWithTheOuterOneOrNotAtAll) {
     ASSERT_TRUE(inner.ok());
     ASSERT_TRUE(WriteData(**inner, 1).ok());
     ASSERT_TRUE((*inner)->SealFiles(pool_).ok());
-    ASSERT_TRUE((*inner)->WriteCommit(Bytes("m"), Bytes("c")).ok());
+    ASSERT_TRUE((*inner)->WriteCommit(Bytes("m"), Bytes("c"), pool_).ok());
     (*outer)->Adopt(*std::move(inner));
     for (int i = 0; i < 3; ++i) ASSERT_TRUE(WriteData(**outer, i).ok());
     ASSERT_TRUE((*outer)->SealFiles(pool_).ok());
-    ASSERT_TRUE((*outer)->WriteCommit(Bytes("manifest"), Bytes("commit")).ok());
+    ASSERT_TRUE(
+        (*outer)->WriteCommit(Bytes("manifest"), Bytes("commit"), pool_).ok());
     if (publish) {
       ASSERT_TRUE((*outer)->PublishAs(Target(), [] { return false; }).ok());
     }
@@ -519,7 +544,7 @@ TEST_F(StagingTest, FilesAreWrittenConcurrently) {
     ASSERT_TRUE(batch.Wait().ok());
   }
   ASSERT_TRUE((*staging)->SealFiles(pool).ok());
-  ASSERT_TRUE((*staging)->WriteCommit(Bytes("m"), Bytes("c")).ok());
+  ASSERT_TRUE((*staging)->WriteCommit(Bytes("m"), Bytes("c"), pool_).ok());
   ASSERT_TRUE((*staging)->PublishAs(Target(), [] { return false; }).ok());
   for (int i = 0; i < 4; ++i) {
     const std::string text = Read(Target() + "/data-" + std::to_string(i));
