@@ -31,8 +31,13 @@ struct GpuBlock {
   __device__ static std::uint32_t ScanAdd(std::uint32_t value) {
 #pragma unroll
     for (std::uint32_t distance = 1; distance < 32; distance *= 2) {
-      const std::uint32_t below = __shfl_up_sync(kAllLanes, value, distance);
-      if (Lane() >= distance) value += below;
+      // The shuffle's own predicate says whether there is a lane below.
+      asm volatile(
+          "{ .reg .u32 below; .reg .pred some;\n"
+          "  shfl.sync.up.b32 below|some, %0, %1, 0, 0xffffffff;\n"
+          "  @some add.u32 %0, %0, below; }"
+          : "+r"(value)
+          : "r"(distance));
     }
     return value;
   }
@@ -51,14 +56,17 @@ struct GpuBlock {
     return __reduce_max_sync(kAllLanes, value);
   }
   __device__ static std::uint64_t AddResidues(std::uint64_t residue) {
-#pragma unroll
-    for (std::uint32_t mask = 16; mask > 0; mask /= 2) {
-      residue = L61Add(
-          residue,
-          __shfl_xor_sync(kAllLanes, static_cast<unsigned long long>(residue),
-                          mask));
-    }
-    return residue;
+    // In three parts, whose sums stay below 2^26.
+    constexpr std::uint32_t kLow = (1u << 21) - 1;
+    const std::uint64_t low =
+        ReduceAdd(static_cast<std::uint32_t>(residue) & kLow);
+    const std::uint64_t middle =
+        ReduceAdd(static_cast<std::uint32_t>(residue >> 21) & kLow);
+    const std::uint32_t high =
+        ReduceAdd(static_cast<std::uint32_t>(residue >> 42));
+    // 2^61 is 1: what of `high` is shifted beyond it comes in below.
+    return L61Reduce((std::uint64_t{high & ((1u << 19) - 1)} << 42) +
+                     (high >> 19) + (middle << 21) + low);
   }
 
   __device__ static std::uint32_t AtomicAdd(std::uint32_t* to,

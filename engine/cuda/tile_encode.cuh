@@ -116,6 +116,7 @@ struct Place {
   const EncodeSlice* slice;
   std::uint64_t tile;  // in the batch
   TileBox box;
+  std::uint64_t flat;  // index of its first unit in the tensor
   std::uint32_t units;
   std::uint32_t row_shift;  // width = 1 << row_shift, or kNotAPower
   bool whole;               // the slice holds all of the tile
@@ -174,6 +175,7 @@ KEDGE_KERNEL_INLINE Place FindPlace(Block& block, const EncodeBatch& batch,
   const std::uint64_t begin = place.box.row * grid.cols + place.box.col;
   const std::uint64_t end =
       begin + (place.box.height - 1) * grid.cols + place.box.width;
+  place.flat = begin;
   place.whole = slice.begin <= begin && end <= slice.end;
   place.apart = end <= slice.begin || slice.end <= begin;
   return place;
@@ -235,25 +237,19 @@ KEDGE_KERNEL_INLINE void LoadUnit(Block& block, const Place& place,
 // Gives a lane its vector of each step: numbers `first + lane`, then every 32nd
 // below `end`; zeros from there on. This form is for tiles whose rows are a
 // power of two of vectors, at most 32, or follow each other without a gap:
-// addresses then move on by a constant.
+// addresses then move on by a constant. It must not be asked beyond the end.
 struct SteadyVectors {
   const std::byte* before;
   const std::byte* after;
   std::int64_t before_step;
   std::int64_t after_step;
   std::uint32_t number;
-  std::uint32_t end;
 
   template <typename Block>
   KEDGE_KERNEL_INLINE void Next(Block& block, Bytes16* old_vector,
                                 Bytes16* new_vector) {
-    *old_vector = Bytes16{{0, 0, 0, 0}};
-    *new_vector = Bytes16{{0, 0, 0, 0}};
-    if (number < end) {
-      *old_vector = block.Load16(before);
-      *new_vector = block.Load16(after);
-    }
-    number += 32;
+    *old_vector = block.Load16(before);
+    *new_vector = block.Load16(after);
     before += before_step;
     after += after_step;
   }
@@ -385,8 +381,10 @@ KEDGE_KERNEL_INLINE std::uint32_t UnitsThatDiffer(const Bytes16& before,
     if constexpr (sizeof(Unit) == 4) {
       if (x != 0) units |= 1u << word;
     } else if constexpr (sizeof(Unit) == 2) {
-      if ((x & 0xffff) != 0) units |= 1u << (2 * word);
-      if (x > 0xffff) units |= 2u << (2 * word);
+      // The high bit of each half that is not 0: bits 2 * word and 16 above.
+      const std::uint32_t high =
+          (((x & 0x7fff7fffu) + 0x7fff7fffu) | x) & 0x80008000u;
+      units |= high >> (15 - 2 * word);
     } else {
       // The high bit of each byte that is not 0, then the four side by side.
       const std::uint32_t high =
@@ -394,6 +392,7 @@ KEDGE_KERNEL_INLINE std::uint32_t UnitsThatDiffer(const Bytes16& before,
       units |= ((high >> 7) * 0x10204080u >> 28) << (4 * word);
     }
   }
+  if constexpr (sizeof(Unit) == 2) units = (units | units >> 15) & 0xff;
   return units;
 }
 
@@ -415,12 +414,13 @@ KEDGE_KERNEL_INLINE bool TakeFromQueue(Block& block, FastShared& shared,
   }
   const std::uint32_t own = CountOnes(left);
   const std::uint32_t up_to = block.ScanAdd(own);
-  std::uint32_t rank = *count + up_to - own;
+  const std::uint32_t rank = *count + up_to - own;
   *count += block.Shuffle(up_to, 31);
   if (*count > Lists<Unit>::kCapacity) return false;
 
   using Entry = typename Lists<Unit>::Entry;
   const Lists<Unit> lists = ListsOf<Unit>(shared, warp);
+  Entry* to = lists.entries + rank;
   const auto* const units_before =
       reinterpret_cast<const Unit*>(&shared.queue.before[warp][slot]);
   const auto* const units_after =
@@ -430,11 +430,21 @@ KEDGE_KERNEL_INLINE bool TakeFromQueue(Block& block, FastShared& shared,
     left &= left - 1;
     const std::uint32_t before = units_before[j];
     const std::uint32_t after = units_after[j];
-    const bool negative = after < before;
-    const std::uint32_t magnitude = negative ? before - after : after - before;
-    lists.entries[rank++] =
-        static_cast<Entry>((first_index + j) | (negative ? 1u : 0u) << 14) |
-        static_cast<Entry>(magnitude - 1) << 15;
+    if constexpr (sizeof(Unit) < 4) {
+      const auto d = static_cast<std::int32_t>(after - before);
+      const std::int32_t sign = d >> 31;
+      const auto magnitude = static_cast<std::uint32_t>((d ^ sign) - sign);
+      *to++ =
+          (magnitude << 15) + (first_index + j - (1u << 15) +
+                               (static_cast<std::uint32_t>(sign) & (1u << 14)));
+    } else {
+      const bool negative = after < before;
+      const std::uint32_t magnitude =
+          negative ? before - after : after - before;
+      *to++ =
+          static_cast<Entry>((first_index + j) | (negative ? 1u : 0u) << 14) |
+          static_cast<Entry>(magnitude - 1) << 15;
+    }
   }
   return true;
 }
@@ -489,13 +499,6 @@ KEDGE_KERNEL_INLINE void FindChanges(Block& block, FastShared& shared,
   vectors.Next(block, &before[1], &after[1]);
   KEDGE_NO_UNROLL
   for (std::uint32_t step = 0; step < steps && room; step += 2) {
-    // Two steps are under way while two are looked at.
-    Bytes16 next_before[2];
-    Bytes16 next_after[2];
-    if (step + 2 < steps) {
-      vectors.Next(block, &next_before[0], &next_after[0]);
-      vectors.Next(block, &next_before[1], &next_after[1]);
-    }
     KEDGE_UNROLL
     for (int s = 0; s < 2; ++s) {
       std::uint32_t differs = 0;
@@ -513,8 +516,8 @@ KEDGE_KERNEL_INLINE void FindChanges(Block& block, FastShared& shared,
       }
       waiting += CountOnes(who);
       number += 32;
-      before[s] = next_before[s];
-      after[s] = next_after[s];
+      // The registers are free again: two steps are always under way.
+      if (step + 2 < steps) vectors.Next(block, &before[s], &after[s]);
     }
     const bool last = step + 2 >= steps;
     KEDGE_NO_UNROLL
@@ -556,6 +559,35 @@ KEDGE_KERNEL_INLINE void PutBits(Block& block, std::uint32_t* words,
   if (high != 0) block.AtomicOr(&words[(at >> 5) + 1], high);
 }
 
+// The same for a value that is seldom 0 and whose bits end inside `words`.
+template <typename Block>
+KEDGE_KERNEL_INLINE void PutField(Block& block, std::uint32_t* words,
+                                  std::uint32_t at, std::uint32_t value) {
+  const std::uint64_t bits = std::uint64_t{value} << (at & 31);
+  const auto high = static_cast<std::uint32_t>(bits >> 32);
+  block.AtomicOr(&words[at >> 5], static_cast<std::uint32_t>(bits));
+  if (high != 0) block.AtomicOr(&words[(at >> 5) + 1], high);
+}
+
+// Sets bit `at` of `words`.
+template <typename Block>
+KEDGE_KERNEL_INLINE void PutOne(Block& block, std::uint32_t* words,
+                                std::uint32_t at) {
+  block.AtomicOr(&words[at >> 5], 1u << (at & 31));
+}
+
+// a * b mod p for a < 2^58, b < 2^32: two multiplications, where L61Mul takes
+// four and their carries.
+KEDGE_KERNEL_INLINE std::uint64_t MulShort(std::uint64_t a, std::uint32_t b) {
+  const std::uint64_t low =
+      std::uint64_t{static_cast<std::uint32_t>(a)} * b;  // times 1
+  const std::uint64_t high =
+      std::uint64_t{static_cast<std::uint32_t>(a >> 32)} * b;  // times 2^32
+  // 2^61 is 1: what of `high` is shifted beyond it comes in below.
+  return L61Reduce((low & kL61Prime) + (low >> 61) + (high >> 29) +
+                   ((high & ((1u << 29) - 1)) << 32));
+}
+
 // L61OfChange with A from the table. A's product with the shifted |d|, which is
 // below 2^32, costs less than A's with B.
 template <typename Unit>
@@ -563,15 +595,15 @@ KEDGE_KERNEL_INLINE std::uint64_t ResidueOfChange(
     const DeviceL61& l61, const Place& place, std::uint64_t cols,
     std::uint32_t index, std::uint32_t magnitude, bool negative) {
   const std::uint32_t r = RowOf(place, index);
-  const std::uint64_t flat = (place.box.row + r) * cols + place.box.col +
-                             (index - r * place.box.width);
+  const std::uint64_t flat =
+      place.flat + r * cols + (index - r * place.box.width);
   const std::uint64_t offset = flat * sizeof(Unit);
   const std::uint64_t word = offset >> 2;
   const std::uint32_t shifted = magnitude
                                 << (8 * static_cast<std::uint32_t>(offset & 3));
   const std::uint64_t a = l61.a[word & (kL61TileWords - 1)];
   const std::uint64_t term =
-      L61Mul(L61Mul(a, shifted), l61.key.B(word / kL61TileWords));
+      L61Mul(MulShort(a, shifted), l61.key.B(word / kL61TileWords));
   return negative ? L61Sub(0, term) : term;
 }
 
@@ -623,7 +655,8 @@ KEDGE_KERNEL_INLINE void FastEncodeUnits(Block& block, FastShared& shared,
     const bool gapless =
         place.box.height == 1 || (old_units.row_stride_bytes == row_bytes &&
                                   new_units.row_stride_bytes == row_bytes);
-    if (in_vectors && place.whole &&
+    // Every warp then has a whole, even number of steps.
+    if (in_vectors && place.whole && vectors % (64 * kFastWarps) == 0 &&
         (gapless || (place.row_shift != kNotAPower && row_vectors <= 32))) {
       const std::uint32_t number = first + lane;
       const std::uint32_t row = gapless ? 0 : RowOf(place, number * kUnits);
@@ -640,7 +673,7 @@ KEDGE_KERNEL_INLINE void FastEncodeUnits(Block& block, FastShared& shared,
           SteadyVectors{before, after,
                         gapless ? 512 : step_rows * old_units.row_stride_bytes,
                         gapless ? 512 : step_rows * new_units.row_stride_bytes,
-                        number, end});
+                        number});
     } else {
       FindChanges<Unit>(
           block, shared, steps,
@@ -760,9 +793,9 @@ KEDGE_KERNEL_INLINE void FastEncodeUnits(Block& block, FastShared& shared,
     const std::uint32_t up_to = block.ScanAdd(gap >> ka);
     if (mine) {
       const std::uint32_t rank = rank_a + i;
-      PutBits(block, shared.out, rank * (ka + 1),
-              (gap & ((1u << ka) - 1)) | sign << ka);
-      PutBits(block, shared.out, unary_a + before_a + up_to + rank, 1);
+      PutField(block, shared.out, rank * (ka + 1),
+               (gap & ((1u << ka) - 1)) | sign << ka);
+      PutOne(block, shared.out, unary_a + before_a + up_to + rank);
       l61 = L61Add(l61, ResidueOfChange<Unit>(batch.l61, place, cols, index, 1,
                                               sign != 0));
     }
@@ -790,12 +823,11 @@ KEDGE_KERNEL_INLINE void FastEncodeUnits(Block& block, FastShared& shared,
     const std::uint32_t up_to = block.ScanAdd(packed);
     if (mine) {
       const std::uint32_t rank = rank_b + i;
-      PutBits(block, shared.out, fields_b + rank * (kb + 1),
-              (gap & ((1u << kb) - 1)) | sign << kb);
-      PutBits(block, shared.out, unary_b + before_b + (up_to & 0xffff) + rank,
-              1);
+      PutField(block, shared.out, fields_b + rank * (kb + 1),
+               (gap & ((1u << kb) - 1)) | sign << kb);
+      PutOne(block, shared.out, unary_b + before_b + (up_to & 0xffff) + rank);
       const std::uint32_t e_up_to = before_e + (up_to >> 16);
-      PutBits(block, shared.out, unary_e + e_up_to + rank, 1);
+      PutOne(block, shared.out, unary_e + e_up_to + rank);
       PutBits(block, shared.out, mantissas + e_up_to - e, m ^ (1u << e));
       l61 = L61Add(l61, ResidueOfChange<Unit>(batch.l61, place, cols, index,
                                               m + 1, sign != 0));
