@@ -34,10 +34,12 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <memory>
 #include <new>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -872,6 +874,8 @@ int Main(int argc, char** argv) {
     return 2;
   }
   std::string directory = JoinPath(options.dir, "kedge-apply-verify-XXXXXX");
+  std::error_code ignored;  // mkdtemp says what is wrong
+  std::filesystem::create_directories(options.dir, ignored);
   if (mkdtemp(directory.data()) == nullptr) {
     std::perror(directory.c_str());
     return 1;

@@ -31,8 +31,10 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <memory>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -456,6 +458,8 @@ class Scratch {
       const std::string& parent) {
     auto scratch = std::make_unique<Scratch>();
     scratch->path_ = JoinPath(parent, "kedge-late-join-XXXXXX");
+    std::error_code ignored;  // mkdtemp says what is wrong
+    std::filesystem::create_directories(parent, ignored);
     if (mkdtemp(scratch->path_.data()) == nullptr) {
       return absl::UnavailableError(
           absl::StrCat(scratch->path_, ": ", std::strerror(errno)));
