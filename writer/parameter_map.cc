@@ -302,8 +302,8 @@ absl::StatusOr<ParameterMap> ParameterMap::Make(
           "tensor"));
     }
     open.push_back(i);
-    const std::uint64_t before = range.count == 1 ? 0 : map.reach_.back();
-    map.reach_.push_back(std::max(before, part.end));
+    const std::uint64_t reach = range.count == 1 ? 0 : map.reach_.back();
+    map.reach_.push_back(std::max(reach, part.end));
   }
   return map;
 }
