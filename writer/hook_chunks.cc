@@ -223,6 +223,13 @@ absl::Status OptimizerHook::Impl::TakeCarry(std::uint32_t parameter) {
       "write one after the other"));
 }
 
+// A trainer that hears of a failure may put its weights right at once: nothing
+// of the hook's own moves any more.
+void OptimizerHook::Impl::Quiesce() {
+  delta->WaitUntilIdle().IgnoreError();
+  device->WaitForStream(old_stream.get()).IgnoreError();
+}
+
 // The trainer's copy, without the hook; waits for it.
 absl::Status OptimizerHook::Impl::PlainCopy(std::uint32_t parameter,
                                             std::uint64_t begin,
@@ -404,6 +411,7 @@ absl::StatusOr<OptimizerHook::Ticket> OptimizerHook::OnUpdate(
       ++impl.updates;
       impl.FailStep(refused);
     }
+    impl.Quiesce();
     KEDGE_RETURN_IF_ERROR(
         impl.PlainCopy(parameter, begin, bytes, pinned_source, h2d_stream));
     return refused;
@@ -424,6 +432,7 @@ absl::StatusOr<OptimizerHook::Ticket> OptimizerHook::OnUpdate(
                          h2d_stream, jobs, &ticket);
     if (!done.ok()) {
       impl.FailStep(done.status());
+      impl.Quiesce();
       // There is no ticket: the source is free when this returns.
       impl.feed->WaitFor(jobs).IgnoreError();
       impl.delta->WaitFor(ticket.number).IgnoreError();

@@ -170,6 +170,7 @@ struct OptimizerHook::Impl {
     return carry == hook::kNoIndex ? nullptr : delta->carry(carry) + bytes;
   }
   absl::Status TakeCarry(std::uint32_t parameter);
+  void Quiesce();
   absl::Status PlainCopy(std::uint32_t parameter, std::uint64_t begin,
                          std::uint64_t bytes, const void* source,
                          DeviceStream stream);
