@@ -167,6 +167,7 @@ absl::Status OptimizerHook::EndStep() {
   const absl::Status diffed = impl.delta->WaitForAll();
   impl.drain_seconds = SecondsSince(start);
   impl.FailStep(diffed);
+  if (!impl.step_status.ok()) impl.Quiesce();
   KEDGE_RETURN_IF_ERROR(impl.step_status);
   KEDGE_RETURN_IF_ERROR(impl.CheckCovered());
   impl.state = Impl::State::kEnded;
