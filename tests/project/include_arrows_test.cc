@@ -90,6 +90,7 @@ bool MayUseLibrary(const std::string& layer, const std::string& header,
       libraries = {
           {"flatbuffers/", {"format", "tests"}},
           {"xxhash.h", {"format", "tests", "bench"}},
+          {"xxh_x86dispatch.h", {"format"}},
           {"hwy/", {"engine/cpu", "tests", "bench"}},
           {"liburing", {"engine/io", "tests", "bench"}},
           {"cuda",
