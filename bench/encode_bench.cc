@@ -746,7 +746,7 @@ absl::Status Bench::Go() {
                                                   tiles * sizeof(EncodedTile)));
   KEDGE_ASSIGN_OR_RETURN(scratch_,
                          device_.Allocate(MemoryKind::kDevice,
-                                          (tiles + 8) * sizeof(std::uint32_t)));
+                                          tiles * sizeof(std::uint32_t)));
   // 3 % of bf16 take an eighth of this.
   KEDGE_ASSIGN_OR_RETURN(
       arena_, device_.Allocate(MemoryKind::kDevice,

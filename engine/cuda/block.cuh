@@ -60,6 +60,18 @@ KEDGE_KERNEL_INLINE std::uint32_t LowestOne(std::uint32_t x) {
   return __builtin_ctz(x);
 #endif
 }
+// a * b + c. Said outright: nvcc turns it into a product of 64 bits where it
+// has moved a sign behind the extension.
+KEDGE_KERNEL_INLINE std::int64_t MultiplyAdd(std::int32_t a, std::int32_t b,
+                                             std::int64_t c) {
+#ifdef __CUDACC__
+  std::int64_t sum;
+  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(sum) : "r"(a), "r"(b), "l"(c));
+  return sum;
+#else
+  return std::int64_t{a} * b + c;
+#endif
+}
 
 // The last of `count` >= 1 items in ascending order of which `begins(item)`
 // holds; it holds of item 0. All lanes of a warp call it together.

@@ -29,10 +29,9 @@ __global__ void __launch_bounds__(kHeavyThreads, 1)
     HeavyEncodeKernel(const __grid_constant__ EncodeBatch batch) {
   __shared__ HeavyShared shared;
   GpuBlock block;
-  const std::uint32_t count = batch.scratch[0];
+  const std::uint32_t count = batch.totals->heavy_tiles;
   for (std::uint32_t i = blockIdx.x; i < count; i += gridDim.x) {
-    tile_encode::HeavyEncodeTile(
-        block, shared, batch, batch.scratch[tile_encode::kHeavyListBegin + i]);
+    tile_encode::HeavyEncodeTile(block, shared, batch, batch.scratch[i]);
     block.Sync();
   }
 }
@@ -48,8 +47,6 @@ cudaError_t LaunchEncode(const EncodeBatch& batch, cudaStream_t stream) {
       cudaMemsetAsync(batch.totals, 0, sizeof(EncodeTotals), stream);
   if (error != cudaSuccess || batch.tile_count == 0) return error;
   if (batch.tile_count > 0x7fffffffu) return cudaErrorInvalidValue;
-  error = cudaMemsetAsync(batch.scratch, 0, sizeof(std::uint32_t), stream);
-  if (error != cudaSuccess) return error;
   const auto tiles = static_cast<std::uint32_t>(batch.tile_count);
   FastEncodeKernel<<<tiles, kFastThreads, 0, stream>>>(batch);
   error = cudaGetLastError();

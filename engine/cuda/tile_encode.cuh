@@ -9,7 +9,8 @@
 // Two kernels. FastEncodeTile takes every tile of the batch, one block each,
 // and finishes those with few changes, which is nearly all. What it does not
 // finish (more changes than its lists hold, more than a quarter of the units,
-// a payload above its buffer) it puts on a list; HeavyEncodeTile takes those.
+// a payload above its buffer) it puts on a list, the batch's scratch, which
+// EncodeTotals::heavy_tiles counts; HeavyEncodeTile takes those.
 //
 // How the fast one works. A warp owns a contiguous part of the tile and reads
 // it in vectors of 16 bytes, 32 of them a step, one a lane. Vectors that differ
@@ -43,13 +44,14 @@ inline constexpr std::uint32_t kHeavyThreads = 32 * kHeavyWarps;
 // Consecutive units of a tile that one thread of the heavy kernel owns.
 inline constexpr std::uint32_t kHeavyRun = kTileUnits / kHeavyThreads;
 
-// The batch's scratch: word 0 counts the heavy tiles, which stand from here on.
-inline constexpr std::uint32_t kHeavyListBegin = 8;
-
 // A queue takes up to 31 vectors that wait and two steps of 32.
 inline constexpr std::uint32_t kQueueVectors = 96;
 inline constexpr std::uint32_t kListBytes = 3072;  // of one warp, both lists
 inline constexpr std::uint32_t kOutWords = 1536;
+// A tile of more than kFewChanges changes keeps its rows' weights B, if it has
+// no more than kWeightRows rows.
+inline constexpr std::uint32_t kFewChanges = 96;
+inline constexpr std::uint32_t kWeightRows = 128;
 
 // What one warp found. `next_*` is the index after that of the last change of
 // the list, 0 if it is empty.
@@ -68,16 +70,28 @@ struct WarpSums {
   std::uint32_t exponents;
 };
 
+// A weight B modulo p as high * 2^30 + low: |low| <= 2^29, |high| <= 2^30.
+struct SplitWeight {
+  std::int32_t low;
+  std::int32_t high;
+};
+
 struct FastShared {
   struct Queue {
     Bytes16 before[kFastWarps][kQueueVectors];
     Bytes16 after[kFastWarps][kQueueVectors];
     std::uint16_t number[kFastWarps][kQueueVectors];
   };
+  struct Late {
+    union {
+      alignas(16) std::uint32_t out[kOutWords];
+      alignas(16) Bytes16 out_vectors[kOutWords / 4];
+    };
+    alignas(8) SplitWeight weights[kWeightRows];
+  };
   union {
-    Queue queue;                               // until all changes are found
-    alignas(16) std::uint32_t out[kOutWords];  // then
-    alignas(16) Bytes16 out_vectors[kOutWords / 4];
+    Queue queue;  // until all changes are found
+    Late late;    // then
   };
   alignas(8) std::uint64_t lists[kFastWarps][kListBytes / 8];
   std::uint64_t l61[kFastWarps];
@@ -449,13 +463,12 @@ KEDGE_KERNEL_INLINE bool TakeFromQueue(Block& block, FastShared& shared,
   return true;
 }
 
-// Parts the warp's list of `count` changes into A, which moves down, and B,
-// which grows down from the top. False if they would meet what is not parted
-// yet.
+// Parts the warp's list of `count` changes into A, which moves down, and `*b`
+// of B, which grow down from the top. False if they would meet what is not
+// parted yet.
 template <typename Unit, typename Block>
 KEDGE_KERNEL_INLINE bool PartList(Block& block, FastShared& shared,
-                                  std::uint32_t count, std::uint32_t* a,
-                                  std::uint32_t* b) {
+                                  std::uint32_t count, std::uint32_t* b) {
   using Entry = typename Lists<Unit>::Entry;
   const Lists<Unit> lists = ListsOf<Unit>(shared, block.Warp());
   const std::uint32_t below = (1u << block.Lane()) - 1;
@@ -464,17 +477,15 @@ KEDGE_KERNEL_INLINE bool PartList(Block& block, FastShared& shared,
     const std::uint32_t i = begin + block.Lane();
     const Entry entry = i < count ? lists.entries[i] : 0;
     const bool is_b = BelowMagnitude(entry) != 0;
-    const bool is_a = i < count && !is_b;
-    const std::uint32_t all_a = block.Ballot(is_a);  // all have read
-    const std::uint32_t all_b = block.Ballot(is_b);
+    const std::uint32_t all_b = block.Ballot(is_b);  // all have read
     block.SyncWarp();
-    if (*b + CountOnes(all_b) + count > Lists<Unit>::kCapacity) {
-      if (all_b != 0) return false;
-    }
-    if (is_a) lists.A(*a + CountOnes(all_a & below)) = entry;
-    if (is_b) lists.B(*b + CountOnes(all_b & below)) = entry;
-    *a += CountOnes(all_a);
+    // Of the i changes before this one, those of B.
+    const std::uint32_t rank_b = *b + CountOnes(all_b & below);
     *b += CountOnes(all_b);
+    if (*b > Lists<Unit>::kCapacity - count) return false;
+    const std::uint32_t to =
+        is_b ? Lists<Unit>::kCapacity - 1 - rank_b : i - rank_b;
+    if (i < count) lists.entries[to] = entry;
   }
   return true;
 }
@@ -531,9 +542,9 @@ KEDGE_KERNEL_INLINE void FindChanges(Block& block, FastShared& shared,
     }
   }
   block.SyncWarp();  // the list is written
-  std::uint32_t a = 0;
   std::uint32_t b = 0;
-  room = room && PartList<Unit>(block, shared, count, &a, &b);
+  room = room && PartList<Unit>(block, shared, count, &b);
+  const std::uint32_t a = count - b;
   block.SyncWarp();  // the lists are written
   if (lane == 0) {
     const Lists<Unit> lists = ListsOf<Unit>(shared, warp);
@@ -607,6 +618,78 @@ KEDGE_KERNEL_INLINE std::uint64_t ResidueOfChange(
   return negative ? L61Sub(0, term) : term;
 }
 
+// b in [0, p).
+KEDGE_KERNEL_INLINE SplitWeight SplitOf(std::uint64_t b) {
+  const std::int64_t balanced =
+      static_cast<std::int64_t>(b) -
+      static_cast<std::int64_t>(b > kL61Prime / 2 ? kL61Prime : 0);
+  const std::int64_t low =
+      ((balanced + (1 << 29)) & ((std::int64_t{1} << 30) - 1)) - (1 << 29);
+  return {static_cast<std::int32_t>(low),
+          static_cast<std::int32_t>((balanced - low) >> 30)};
+}
+KEDGE_KERNEL_INLINE std::uint64_t WeightOf(SplitWeight split) {
+  const std::int64_t b =
+      std::int64_t{split.high} * (std::int64_t{1} << 30) + split.low;
+  return static_cast<std::uint64_t>(b) + (b < 0 ? kL61Prime : 0);
+}
+
+// A sum of products of A (below 2^58, either sign) and B. Carries wait: a
+// product adds at most 2^60 + 2^57 to the middle, so that 7 are safe.
+inline constexpr std::uint32_t kMostProducts = 7;
+struct ProductSum {
+  std::int64_t low = 0;     // times 1
+  std::int64_t middle = 0;  // times 2^30
+  std::int64_t high = 0;    // times 2^60
+
+  KEDGE_KERNEL_INLINE void Add(std::int32_t a_low, std::int32_t a_high,
+                               SplitWeight b) {
+    low = MultiplyAdd(a_low, b.low, low);
+    middle = MultiplyAdd(a_low, b.high, middle);
+    middle = MultiplyAdd(a_high, b.low, middle);
+    high = MultiplyAdd(a_high, b.high, high);
+  }
+  KEDGE_KERNEL_INLINE __int128 Value() const {
+    return low + static_cast<__int128>(middle) * (1 << 30) +
+           static_cast<__int128>(high) * (std::int64_t{1} << 60);
+  }
+};
+// A number equal to `x` modulo p and, for |x| < 2^121, in [-2^60, 2^62).
+KEDGE_KERNEL_INLINE std::int64_t FoldSigned(__int128 x) {
+  return static_cast<std::int64_t>(static_cast<std::uint64_t>(x) & kL61Prime) +
+         static_cast<std::int64_t>(x >> 61);
+}
+// Its residue.
+KEDGE_KERNEL_INLINE std::uint64_t ResidueOf(std::int64_t folded) {
+  return L61Reduce(static_cast<std::uint64_t>(folded) + kL61Prime);
+}
+
+// Whether each row of the tile lies in one of the checksum's tiles.
+template <typename Unit>
+KEDGE_KERNEL_INLINE bool RowsHaveWeights(const Place& place,
+                                         std::uint64_t cols) {
+  const std::uint32_t width = place.box.width;
+  return place.row_shift != kNotAPower && place.box.height <= kWeightRows &&
+         width <= 4 * kL61TileWords / sizeof(Unit) &&
+         ((place.flat | cols) & (width - 1)) == 0;
+}
+
+// ResidueOfChange with the weight of the change's row.
+template <typename Unit>
+KEDGE_KERNEL_INLINE std::uint64_t ResidueInRow(
+    const DeviceL61& l61, const Place& place, std::uint32_t cols,
+    const SplitWeight* weights, std::uint32_t index, std::uint32_t magnitude,
+    bool negative) {
+  const std::uint32_t r = index >> place.row_shift;
+  const std::uint32_t offset = (static_cast<std::uint32_t>(place.flat) + index +
+                                r * (cols - place.box.width)) *
+                               static_cast<std::uint32_t>(sizeof(Unit));
+  const std::uint64_t a = l61.a[(offset >> 2) & (kL61TileWords - 1)];
+  const std::uint64_t term = L61Mul(
+      MulShort(a, magnitude << (8 * (offset & 3))), WeightOf(weights[r]));
+  return negative ? L61Sub(0, term) : term;
+}
+
 // Reserves `bytes` of the arena; returns EncodedTile::payload. One thread.
 template <typename Block>
 KEDGE_KERNEL_INLINE std::uint32_t Reserve(Block& block,
@@ -626,8 +709,8 @@ KEDGE_KERNEL_INLINE std::uint32_t Reserve(Block& block,
 template <typename Block>
 KEDGE_KERNEL_INLINE void LeaveToHeavy(Block& block, const EncodeBatch& batch,
                                       std::uint64_t tile) {
-  const std::uint32_t at = block.AtomicAdd(&batch.scratch[0], 1u);
-  batch.scratch[kHeavyListBegin + at] = static_cast<std::uint32_t>(tile);
+  const std::uint32_t at = block.AtomicAdd(&batch.totals->heavy_tiles, 1u);
+  batch.scratch[at] = static_cast<std::uint32_t>(tile);
 }
 
 template <typename Unit, typename Block>
@@ -718,6 +801,8 @@ KEDGE_KERNEL_INLINE void FastEncodeUnits(Block& block, FastShared& shared,
   const Lists<Unit> lists = ListsOf<Unit>(shared, warp);
   const std::uint32_t ka = ListParameter(a, units);
   const std::uint32_t kb = ListParameter(b, units);
+  const std::uint64_t cols = place.slice->grid.cols;
+  const bool by_row = a + b > kFewChanges && RowsHaveWeights<Unit>(place, cols);
 
   {  // What the changes take in the unary planes.
     std::uint32_t quotients_a = 0;
@@ -739,9 +824,17 @@ KEDGE_KERNEL_INLINE void FastEncodeUnits(Block& block, FastShared& shared,
     if (lane == 0) {
       shared.sums[warp] = WarpSums{quotients_a, quotients_b, exponents};
     }
+    if (by_row) {
+      for (std::uint32_t r = block.Thread(); r < place.box.height;
+           r += kFastThreads) {
+        const std::uint64_t offset = (place.flat + r * cols) * sizeof(Unit);
+        shared.late.weights[r] =
+            SplitOf(batch.l61.key.B((offset >> 2) / kL61TileWords));
+      }
+    }
     for (std::uint32_t i = block.Thread(); i < kOutWords / 4;
          i += kFastThreads) {
-      shared.out_vectors[i] = Bytes16{{0, 0, 0, 0}};
+      shared.late.out_vectors[i] = Bytes16{{0, 0, 0, 0}};
     }
   }
   block.Sync();
@@ -776,30 +869,70 @@ KEDGE_KERNEL_INLINE void FastEncodeUnits(Block& block, FastShared& shared,
   // The answer arrives while bits are placed.
   if (block.Thread() == 0) shared.payload = Reserve(block, batch, bytes);
 
-  const std::uint64_t cols = place.slice->grid.cols;
   std::uint64_t l61 = 0;
   KEDGE_NO_UNROLL
-  for (std::uint32_t batch_begin = 0; batch_begin < own_a; batch_begin += 32) {
-    const std::uint32_t i = batch_begin + lane;
-    const bool mine = i < own_a;
-    std::uint32_t index = 0;
-    std::uint32_t sign = 0;
-    std::uint32_t gap = 0;
-    if (mine) {
-      index = IndexOf(lists.A(i));
-      sign = SignOf(lists.A(i));
-      gap = index - (i == 0 ? next_a : IndexOf(lists.A(i - 1)) + 1);
+  for (std::uint32_t begin = 0; begin < own_a;) {
+    // Sums of +-A * B of all changes and, for units of 2 bytes, of those in the
+    // upper half of a word: these count another 2^16 - 1 times.
+    constexpr std::uint32_t kSums = sizeof(Unit) == 2 ? 2 : 1;
+    ProductSum sums[kSums];
+    const std::uint32_t end = Min(own_a, begin + 32 * kMostProducts);
+    KEDGE_NO_UNROLL
+    for (; begin < end; begin += 32) {
+      const std::uint32_t i = begin + lane;
+      const bool mine = i < own_a;
+      std::uint32_t index = 0;
+      std::uint32_t sign = 0;
+      std::uint32_t gap = 0;
+      if (mine) {
+        index = IndexOf(lists.A(i));
+        sign = SignOf(lists.A(i));
+        gap = index - (i == 0 ? next_a : IndexOf(lists.A(i - 1)) + 1);
+      }
+      const std::uint32_t up_to = block.ScanAdd(gap >> ka);
+      if (mine) {
+        const std::uint32_t rank = rank_a + i;
+        PutField(block, shared.late.out, rank * (ka + 1),
+                 (gap & ((1u << ka) - 1)) | sign << ka);
+        PutOne(block, shared.late.out, unary_a + before_a + up_to + rank);
+        if (!by_row) {
+          l61 = L61Add(l61, ResidueOfChange<Unit>(batch.l61, place, cols, index,
+                                                  1, sign != 0));
+        } else if constexpr (sizeof(Unit) == 1) {
+          l61 = L61Add(l61, ResidueInRow<Unit>(batch.l61, place,
+                                               static_cast<std::uint32_t>(cols),
+                                               shared.late.weights, index, 1,
+                                               sign != 0));
+        } else {
+          const std::uint32_t r = index >> place.row_shift;
+          const std::uint32_t unit =
+              static_cast<std::uint32_t>(place.flat) + index +
+              r * (static_cast<std::uint32_t>(cols) - place.box.width);
+          const std::uint64_t weight =
+              batch.l61.a[unit / (4 / sizeof(Unit)) & (kL61TileWords - 1)];
+          auto a_low = static_cast<std::int32_t>(weight & ((1u << 30) - 1));
+          auto a_high = static_cast<std::int32_t>(weight >> 30);
+          if (sign != 0) {
+            a_low = -a_low;
+            a_high = -a_high;
+          }
+          const SplitWeight b_of_row = shared.late.weights[r];
+          sums[0].Add(a_low, a_high, b_of_row);
+          if constexpr (kSums == 2) {
+            const std::int32_t upper = -static_cast<std::int32_t>(unit & 1);
+            sums[1].Add(a_low & upper, a_high & upper, b_of_row);
+          }
+        }
+      }
+      before_a += block.Shuffle(up_to, 31);
     }
-    const std::uint32_t up_to = block.ScanAdd(gap >> ka);
-    if (mine) {
-      const std::uint32_t rank = rank_a + i;
-      PutField(block, shared.out, rank * (ka + 1),
-               (gap & ((1u << ka) - 1)) | sign << ka);
-      PutOne(block, shared.out, unary_a + before_a + up_to + rank);
-      l61 = L61Add(l61, ResidueOfChange<Unit>(batch.l61, place, cols, index, 1,
-                                              sign != 0));
+    if (sizeof(Unit) > 1 && by_row) {
+      __int128 sum = sums[0].Value();
+      if constexpr (kSums == 2) {
+        sum += static_cast<__int128>(FoldSigned(sums[1].Value())) * 0xffff;
+      }
+      l61 = L61Add(l61, ResidueOf(FoldSigned(sum)));
     }
-    before_a += block.Shuffle(up_to, 31);
   }
   const std::uint32_t fields_b = a * (ka + 1);
   KEDGE_NO_UNROLL
@@ -823,13 +956,18 @@ KEDGE_KERNEL_INLINE void FastEncodeUnits(Block& block, FastShared& shared,
     const std::uint32_t up_to = block.ScanAdd(packed);
     if (mine) {
       const std::uint32_t rank = rank_b + i;
-      PutField(block, shared.out, fields_b + rank * (kb + 1),
+      PutField(block, shared.late.out, fields_b + rank * (kb + 1),
                (gap & ((1u << kb) - 1)) | sign << kb);
-      PutOne(block, shared.out, unary_b + before_b + (up_to & 0xffff) + rank);
+      PutOne(block, shared.late.out,
+             unary_b + before_b + (up_to & 0xffff) + rank);
       const std::uint32_t e_up_to = before_e + (up_to >> 16);
-      PutOne(block, shared.out, unary_e + e_up_to + rank);
-      PutBits(block, shared.out, mantissas + e_up_to - e, m ^ (1u << e));
-      l61 = L61Add(l61, ResidueOfChange<Unit>(batch.l61, place, cols, index,
+      PutOne(block, shared.late.out, unary_e + e_up_to + rank);
+      PutBits(block, shared.late.out, mantissas + e_up_to - e, m ^ (1u << e));
+      l61 = L61Add(
+          l61, by_row ? ResidueInRow<Unit>(
+                            batch.l61, place, static_cast<std::uint32_t>(cols),
+                            shared.late.weights, index, m + 1, sign != 0)
+                      : ResidueOfChange<Unit>(batch.l61, place, cols, index,
                                               m + 1, sign != 0));
     }
     const std::uint32_t all = block.Shuffle(up_to, 31);
@@ -846,13 +984,18 @@ KEDGE_KERNEL_INLINE void FastEncodeUnits(Block& block, FastShared& shared,
         batch.arena + std::uint64_t{payload} * kArenaAlignment);
     for (std::uint32_t i = block.Thread(); i < (bytes + 7) / 8;
          i += kFastThreads) {
-      to[i] = shared.out[2 * i] | std::uint64_t{shared.out[2 * i + 1]} << 32;
+      to[i] = shared.late.out[2 * i] | std::uint64_t{shared.late.out[2 * i + 1]}
+                                           << 32;
     }
   }
   if (block.Thread() == 0) {
     EncodedTile tile;
+    a = 0;  // once more: to keep them takes registers
+    b = 0;
     for (std::uint32_t w = 0; w < kFastWarps; ++w) {
       tile.l61 = L61Add(tile.l61, shared.l61[w]);
+      a += shared.changes[w].a;
+      b += shared.changes[w].b;
     }
     tile.payload = payload;
     tile.bytes = bytes;
@@ -1186,7 +1329,6 @@ KEDGE_KERNEL_INLINE void HeavyEncodeUnits(Block& block, HeavyShared& shared,
     batch.tiles[place.tile] = tile;
     block.AtomicAdd(&batch.totals->nnz, std::uint64_t{a + b});
     block.AtomicAdd(&batch.totals->changed_tiles, 1u);
-    block.AtomicAdd(&batch.totals->heavy_tiles, 1u);
   }
   block.Sync();
   const std::uint32_t payload = shared.payload;

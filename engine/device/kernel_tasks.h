@@ -87,7 +87,7 @@ struct EncodeTotals {
   std::uint64_t arena_bytes = 0;  // asked for, also if there was no room
   std::uint64_t nnz = 0;
   std::uint32_t changed_tiles = 0;
-  std::uint32_t heavy_tiles = 0;  // that took the slow path; informative
+  std::uint32_t heavy_tiles = 0;  // that took the slow path
 };
 
 struct EncodeBatch {
@@ -98,7 +98,7 @@ struct EncodeBatch {
   std::byte* arena = nullptr;    // aligned to 16
   std::uint64_t arena_bytes = 0;
   EncodeTotals* totals = nullptr;    // written
-  std::uint32_t* scratch = nullptr;  // [tile_count + 8]
+  std::uint32_t* scratch = nullptr;  // [tile_count]
   DeviceL61 l61;
 };
 

@@ -145,7 +145,7 @@ int main(int argc, char** argv) {
        "malloc");
   Must(cudaMalloc(&batch.arena, batch.arena_bytes), "malloc");
   Must(cudaMalloc(&batch.totals, sizeof(kedge::EncodeTotals)), "malloc");
-  Must(cudaMalloc(&batch.scratch, 4 * (batch.tile_count + 8)), "malloc");
+  Must(cudaMalloc(&batch.scratch, 4 * batch.tile_count), "malloc");
   batch.l61 = {table, key};
   unsigned long long* differ;
   Must(cudaMalloc(&differ, 8), "malloc");

@@ -51,7 +51,7 @@ BatchResults Encode(const BuiltBatch& built, std::uint64_t arena_bytes,
   std::vector<Bytes16> arena(arena_bytes / 16 + 2);
   std::memset(arena.data(), static_cast<int>(testing::kArenaPoison),
               arena.size() * 16);
-  std::vector<std::uint32_t> scratch(built.tile_count + 8, 0xeeeeeeee);
+  std::vector<std::uint32_t> scratch(built.tile_count, 0xeeeeeeee);
 
   EncodeBatch batch;
   batch.slices = built.slices.data();
@@ -64,7 +64,6 @@ BatchResults Encode(const BuiltBatch& built, std::uint64_t arena_bytes,
   batch.scratch = scratch.data();
   batch.l61 = {TableOfA().data(), kKey};
 
-  scratch[0] = 0;
   std::vector<std::uint64_t> tiles(built.tile_count);
   for (std::uint64_t t = 0; t < tiles.size(); ++t) tiles[t] = t;
   std::shuffle(tiles.begin(), tiles.end(), rng);
@@ -77,19 +76,17 @@ BatchResults Encode(const BuiltBatch& built, std::uint64_t arena_bytes,
       tile_encode::FastEncodeTile(block, *fast_shared, batch, tile);
     });
   }
-  if (scratch[0] > 0) {
+  if (results.totals.heavy_tiles > 0) {
     BlockEmulator heavy(tile_encode::kHeavyThreads, rng());
     const auto heavy_shared = std::make_unique<tile_encode::HeavyShared>();
     std::memset(static_cast<void*>(heavy_shared.get()), static_cast<int>(rng()),
                 sizeof(*heavy_shared));
-    for (std::uint32_t i = 0; i < scratch[0]; ++i) {
+    for (std::uint32_t i = 0; i < results.totals.heavy_tiles; ++i) {
       heavy.Run([&](BlockEmulator& block) {
-        tile_encode::HeavyEncodeTile(block, *heavy_shared, batch,
-                                     scratch[tile_encode::kHeavyListBegin + i]);
+        tile_encode::HeavyEncodeTile(block, *heavy_shared, batch, scratch[i]);
       });
     }
   }
-  EXPECT_EQ(results.totals.heavy_tiles, scratch[0]);
   const auto* bytes = reinterpret_cast<const std::byte*>(arena.data());
   results.arena.assign(bytes, bytes + arena_bytes);
   for (std::size_t i = arena_bytes; i < 16 * arena.size(); ++i) {

@@ -64,7 +64,7 @@ class TileEncodeGpuTest : public ::testing::Test {
     arena.Fill(static_cast<int>(testing::kArenaPoison));
     GpuBytes totals(sizeof(EncodeTotals));
     totals.Fill(0xee);
-    GpuBytes scratch((built.tile_count + 8) * 4);
+    GpuBytes scratch(built.tile_count * 4);
     scratch.Fill(0xee);
 
     EncodeBatch batch;

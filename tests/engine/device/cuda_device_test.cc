@@ -250,7 +250,7 @@ TEST_F(CudaDeviceTest, TensorsBeyondFourGigabytesAreAddressedWhole) {
   const DeviceArray<EncodeSlice> slices_there(device(), slices);
   const DeviceArray<EncodedTile> tiles(device(), tile_count);
   const DeviceArray<EncodeTotals> totals(device(), 1);
-  const DeviceArray<std::uint32_t> scratch(device(), tile_count + 8);
+  const DeviceArray<std::uint32_t> scratch(device(), tile_count);
   const DeviceBuffer arena(device(), 4096);
   EncodeBatch encode;
   encode.slices = slices_there.data();

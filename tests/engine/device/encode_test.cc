@@ -163,7 +163,7 @@ BatchResult EncodeOn(Device& device, const L61Key& key,
   const DeviceArray<EncodeSlice> slices_there(device, slices);
   const DeviceArray<EncodedTile> tiles(device, tile_count);
   const DeviceArray<EncodeTotals> totals(device, 1);
-  const DeviceArray<std::uint32_t> scratch(device, tile_count + 8);
+  const DeviceArray<std::uint32_t> scratch(device, tile_count);
   const DeviceBuffer arena(device, arena_bytes);
   EncodeBatch batch;
   batch.slices = slices_there.data();
