@@ -92,11 +92,10 @@ absl::StatusOr<std::unique_ptr<DeviceDelta>> DeviceDelta::Create(
   for (std::byte*& carry : delta->carries_) {
     KEDGE_RETURN_IF_ERROR(take(kDevice, options.carry_bytes, &carry));
   }
-  delta->chunk_memory_ = 2 * (AlignUp(options.chunk_bytes) + kVectorBytes);
+  delta->chunk_memory_ =
+      kFullSlots * (AlignUp(options.chunk_bytes) + kVectorBytes);
   KEDGE_RETURN_IF_ERROR(
-      take(kDevice, delta->chunk_memory_, &delta->old_memory_));
-  KEDGE_RETURN_IF_ERROR(
-      take(kDevice, delta->chunk_memory_, &delta->new_memory_));
+      take(kDevice, delta->chunk_memory_, &delta->memory_of_chunks_));
   for (std::uint32_t i = 0; i < kSlots; ++i) {
     Slot& slot = delta->slots_[i];
     KEDGE_RETURN_IF_ERROR(
@@ -114,9 +113,7 @@ absl::StatusOr<std::unique_ptr<DeviceDelta>> DeviceDelta::Create(
                           std::size_t{i} * options.max_quantise_tasks;
     slot.about = delta->abouts_.data() + std::size_t{i} * options.max_slices;
     KEDGE_ASSIGN_OR_RETURN(slot.arrived_event, device.CreateEvent());
-    KEDGE_ASSIGN_OR_RETURN(slot.filled_event, device.CreateEvent());
     slot.arrived = slot.arrived_event.get();
-    slot.filled = slot.filled_event.get();
   }
   KEDGE_RETURN_IF_ERROR(take(kDevice, options.ring_bytes, &delta->ring_));
   delta->bounce_bytes_ = std::min(kBounceBytes, AlignUp(options.ring_bytes));
@@ -131,8 +128,7 @@ absl::StatusOr<std::unique_ptr<DeviceDelta>> DeviceDelta::Create(
       take(kDevice, sizeof(EncodeTotals), &delta->device_totals_));
   KEDGE_RETURN_IF_ERROR(
       take(kPinned, sizeof(EncodeTotals), &delta->totals_out_));
-  KEDGE_RETURN_IF_ERROR(take(kDevice,
-                             (options.max_tiles + 8) * sizeof(std::uint32_t),
+  KEDGE_RETURN_IF_ERROR(take(kDevice, options.max_tiles * sizeof(std::uint32_t),
                              &delta->scratch_));
   KEDGE_RETURN_IF_ERROR(
       take(kDevice, sizeof(std::uint64_t), &delta->device_bad_block_));
@@ -199,8 +195,7 @@ absl::StatusOr<DeviceDelta::Slot*> DeviceDelta::WaitForSlot(std::uint64_t bytes,
   slot.memory_end = end;
   const std::uint64_t phase =
       reinterpret_cast<std::uintptr_t>(like) % kVectorBytes;
-  slot.old_bytes = old_memory_ + begin + phase;
-  slot.new_bytes = new_memory_ + begin + phase;
+  slot.bytes = memory_of_chunks_ + begin + phase;
   return &slot;
 }
 
@@ -236,11 +231,20 @@ bool DeviceDelta::AddSlice(const TileGrid& grid, const UnitRange& units,
   return true;
 }
 
-std::uint64_t DeviceDelta::Submit(const absl::Status& status) {
+absl::Status DeviceDelta::Upload(const Slot& slot, DeviceStream stream) {
+  KEDGE_RETURN_IF_ERROR(device_->Copy(slot.device_slices, slot.slices,
+                                      slot.slice_count * sizeof(EncodeSlice),
+                                      stream));
+  return device_->Copy(slot.device_quantise, slot.quantise,
+                       slot.quantise_count * sizeof(QuantiseTask), stream);
+}
+
+std::uint64_t DeviceDelta::Submit(bool filled, const absl::Status& status) {
   std::uint64_t number;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     Slot& slot = slots_[submitted_ % kSlots];
+    slot.filled = filled;
     slot.status = status;
     chunk_memory_end_ = slot.memory_end;
     number = ++submitted_;
@@ -309,27 +313,47 @@ void DeviceDelta::Work() {
       status = status_.ok() ? slot->status : status_;
     }
     if (status.ok()) status = Diff(*slot);
-    if (!status.ok()) {
-      // Whatever still reads or writes the slot is over before it is used
-      // again.
-      device_->WaitForEvent(slot->arrived).IgnoreError();
-      device_->WaitForEvent(slot->filled).IgnoreError();
-      device_->WaitForStream(encode_stream_.get()).IgnoreError();
-    }
+    absl::Status updated;
+    if (!status.ok() && slot->filled) updated = UpdateAnyway(*slot);
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       status_.Update(status);
+      // Worse than a delta that is lost.
+      if (!updated.ok()) status_ = updated;
       ++diffed_count_;
     }
     changed_.notify_all();
   }
 }
 
+// Whatever still reads or writes the slot is over when this returns. A failure
+// that passes does not keep weights from arriving: each call is tried again.
+absl::Status DeviceDelta::UpdateAnyway(const Slot& slot) {
+  const auto twice = [](auto call) {
+    const absl::Status status = call();
+    return status.ok() ? status : call();
+  };
+  const auto wait = [&] {
+    return device_->WaitForStream(encode_stream_.get());
+  };
+  const absl::Status updated = [&]() -> absl::Status {
+    KEDGE_RETURN_IF_ERROR(
+        twice([&] { return device_->WaitForEvent(slot.arrived); }));
+    KEDGE_RETURN_IF_ERROR(twice(wait));
+    KEDGE_RETURN_IF_ERROR(twice([&] { return CopyOnDevice(slot.update); }));
+    return twice(wait);
+  }();
+  if (updated.ok()) return updated;
+  return Annotate(updated, "a range of new weights did not arrive");
+}
+
+absl::Status DeviceDelta::CopyOnDevice(const Slot::DeviceCopy& what) {
+  if (what.bytes == 0) return absl::OkStatus();
+  return device_->Copy(what.to, what.from, what.bytes, encode_stream_.get());
+}
+
 absl::Status DeviceDelta::Quantise(Slot& slot) {
   const DeviceStream stream = encode_stream_.get();
-  KEDGE_RETURN_IF_ERROR(
-      device_->Copy(slot.device_quantise, slot.quantise,
-                    slot.quantise_count * sizeof(QuantiseTask), stream));
   QuantiseBatch batch;
   batch.tasks = slot.device_quantise;
   batch.task_count = slot.quantise_count;
@@ -368,54 +392,43 @@ absl::Status DeviceDelta::DiffOnce(Slot& slot, std::uint32_t first_slice,
 }
 
 absl::Status DeviceDelta::Diff(Slot& slot) {
-  if (slot.slice_count == 0) {
-    // Bytes of no tensor. The slot is free when they have gone through it.
-    return device_->WaitForEvent(slot.filled);
-  }
   const DeviceStream stream = encode_stream_.get();
-  KEDGE_RETURN_IF_ERROR(device_->Copy(slot.device_slices, slot.slices,
-                                      slot.slice_count * sizeof(EncodeSlice),
-                                      stream));
-  KEDGE_RETURN_IF_ERROR(device_->StreamWait(stream, slot.filled));
-  const auto copy = [&](const Slot::DeviceCopy& what) -> absl::Status {
-    if (what.bytes == 0) return absl::OkStatus();
-    return device_->Copy(what.to, what.from, what.bytes, stream);
-  };
-  KEDGE_RETURN_IF_ERROR(copy(slot.before));
-  if (slot.quantise_count > 0) KEDGE_RETURN_IF_ERROR(Quantise(slot));
-  KEDGE_RETURN_IF_ERROR(copy(slot.after));
-
   const bool keeps = attempt_ != nullptr;
+  // Before anything is enqueued, so that what follows never has to be done
+  // again: the update takes the old bytes away.
+  if (keeps && options_.ring_bytes - ring_end_ < slot.payload_bound) {
+    KEDGE_RETURN_IF_ERROR(DrainEarly());
+  }
+  KEDGE_RETURN_IF_ERROR(device_->StreamWait(stream, slot.arrived));
+  for (const auto& copy : slot.before) {
+    KEDGE_RETURN_IF_ERROR(CopyOnDevice(copy));
+  }
+  if (slot.quantise_count > 0) KEDGE_RETURN_IF_ERROR(Quantise(slot));
+  for (const auto& copy : slot.after) {
+    KEDGE_RETURN_IF_ERROR(CopyOnDevice(copy));
+  }
   const std::uint32_t sum_slices = slot.slice_count - slot.kept_slices;
   if (sum_slices > 0) {
     KEDGE_RETURN_IF_ERROR(
         DiffOnce(slot, slot.kept_slices, sum_slices, slot.kept_tiles,
                  slot.tile_count - slot.kept_tiles, ring_, 0));
   }
-  std::uint64_t used = 0;
+  const std::uint64_t room = keeps ? options_.ring_bytes - ring_end_ : 0;
   if (slot.kept_slices > 0) {
-    if (keeps && options_.ring_bytes - ring_end_ < slot.payload_bound) {
-      KEDGE_RETURN_IF_ERROR(DrainEarly());
-    }
-    for (;;) {
-      const std::uint64_t room = keeps ? options_.ring_bytes - ring_end_ : 0;
-      KEDGE_RETURN_IF_ERROR(DiffOnce(slot, 0, slot.kept_slices, 0,
-                                     slot.kept_tiles, ring_ + ring_end_, room));
-      KEDGE_RETURN_IF_ERROR(device_->Record(diffed_.get(), stream));
-      KEDGE_RETURN_IF_ERROR(device_->WaitForEvent(diffed_.get()));
-      used = totals_out_->arena_bytes;
-      if (!keeps || used <= room) break;
-      if (ring_end_ == 0) {
-        return absl::ResourceExhaustedError(
-            absl::StrCat(device_->name(), ": ring of ", options_.ring_bytes,
-                         " bytes: one chunk's parts take ", used,
-                         "; give the hook a larger ring or smaller chunks"));
-      }
-      KEDGE_RETURN_IF_ERROR(DrainEarly());
-    }
-  } else {
-    KEDGE_RETURN_IF_ERROR(device_->Record(diffed_.get(), stream));
-    KEDGE_RETURN_IF_ERROR(device_->WaitForEvent(diffed_.get()));
+    KEDGE_RETURN_IF_ERROR(DiffOnce(slot, 0, slot.kept_slices, 0,
+                                   slot.kept_tiles, ring_ + ring_end_, room));
+  }
+  KEDGE_RETURN_IF_ERROR(CopyOnDevice(slot.update));
+  KEDGE_RETURN_IF_ERROR(device_->Record(diffed_.get(), stream));
+  KEDGE_RETURN_IF_ERROR(device_->WaitForEvent(diffed_.get()));
+
+  const std::uint64_t used =
+      keeps && slot.kept_slices > 0 ? totals_out_->arena_bytes : 0;
+  if (used > room) {
+    return absl::InternalError(absl::StrCat(
+        device_->name(), ": parts of a chunk: expected at most ",
+        slot.payload_bound, " bytes, found ", used,
+        "; this is a defect of kedge; begin the next step with an anchor"));
   }
   if (slot.quantise_count > 0 && *bad_block_out_ != ~std::uint64_t{0}) {
     std::uint32_t task = 0;
@@ -429,7 +442,7 @@ absl::Status DeviceDelta::Diff(Slot& slot) {
         "express; look at the optimizer, then begin a step with an anchor"));
   }
   Note(slot);
-  if (keeps && used > 0) {
+  if (used > 0) {
     ring_end_ = std::min(options_.ring_bytes, AlignUp(ring_end_ + used));
   }
   return absl::OkStatus();

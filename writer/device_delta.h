@@ -1,10 +1,10 @@
 #ifndef KEDGE_WRITER_DEVICE_DELTA_H_
 #define KEDGE_WRITER_DEVICE_DELTA_H_
 
-// Differences taken on the device, chunk by chunk, while a step goes on: two
-// slots of old and new bytes, a ring for what the encoder makes of them, a
-// thread that keeps it all moving, and the way into segments. Private to
-// writer/. See docs/hook.md.
+// Differences taken on the device, chunk by chunk, while a step goes on: memory
+// for chunks on their way, a ring for what the encoder makes of them, a thread
+// that keeps it all moving, and the way into segments. Private to writer/. See
+// docs/hook.md.
 
 #include <chrono>
 #include <condition_variable>
@@ -28,7 +28,7 @@ namespace kedge {
 
 struct DeviceDeltaOptions {
   Device* device = nullptr;
-  std::uint64_t chunk_bytes = 0;  // of one slot's old, and of its new
+  std::uint64_t chunk_bytes = 0;  // at most, of one chunk
   std::uint64_t ring_bytes = 0;
   std::uint32_t max_slices = 0;  // of one chunk
   std::uint64_t max_tiles = 0;   // of one chunk's slices together
@@ -53,9 +53,12 @@ struct DeviceDeltaOptions {
 // from any.
 class DeviceDelta {
  public:
-  // Chunks on their way at once. Their bytes share the memory of two chunks of
-  // chunk_bytes, so that small ones do not hold the large ones up.
+  // Chunks on their way at once. Their bytes share the memory of kFullSlots of
+  // chunk_bytes, so that small ones do not hold the large ones up. With fewer
+  // the bus rests: a chunk that does not fit behind the one before leaves a
+  // gap.
   static constexpr std::uint32_t kSlots = 8;
+  static constexpr std::uint32_t kFullSlots = 4;
   struct Slice {
     std::uint32_t tensor = 0;  // ordinal of the record
     std::uint32_t sum = 0;     // which sum its L adds to
@@ -64,8 +67,7 @@ class DeviceDelta {
   // A chunk on its way. What comes first: OnUpdate fills it.
   struct Slot {
     // Device memory, as many bytes as were asked for.
-    std::byte* old_bytes = nullptr;
-    std::byte* new_bytes = nullptr;
+    std::byte* bytes = nullptr;
     // Slices of which records are made, then those that are only summed.
     EncodeSlice* slices = nullptr;  // pinned, [max_slices]
     Slice* about = nullptr;         // [max_slices]
@@ -81,18 +83,20 @@ class DeviceDelta {
     std::uint64_t quantise_blocks = 0;
     ScaleKind scale_kind = ScaleKind::kExact;
     float floor = 0;
-    // Before that, and after it.
+    // Before that, and after it, of old and of new.
     struct DeviceCopy {
       std::byte* to = nullptr;
       const std::byte* from = nullptr;
       std::uint64_t bytes = 0;
     };
-    DeviceCopy before;
-    DeviceCopy after;
-    // Recorded on the caller's streams: the new bytes are here, and the source
-    // is free; old and new are, and the parameter has the new ones.
+    DeviceCopy before[2];
+    DeviceCopy after[2];
+    // What is done when all of the above has read what is there, and whatever
+    // becomes of it: the parameter gets its new bytes.
+    DeviceCopy update;
+    // Recorded on the caller's stream: the bytes are here, and what they come
+    // from is free.
     DeviceEvent arrived = nullptr;
-    DeviceEvent filled = nullptr;
 
     void Clear() {
       slice_count = 0;
@@ -102,20 +106,20 @@ class DeviceDelta {
       payload_bound = 0;
       quantise_count = 0;
       quantise_blocks = 0;
-      before = {};
-      after = {};
+      for (int i = 0; i < 2; ++i) before[i] = after[i] = {};
+      update = {};
     }
 
    private:
     friend class DeviceDelta;
-    absl::Status status;  // of the filling
+    bool filled = false;
+    absl::Status status;  // of the step, as far as the caller knows
     // What it takes of the chunks' memory.
     std::uint64_t memory_begin = 0;
     std::uint64_t memory_end = 0;
     EncodeSlice* device_slices = nullptr;
     QuantiseTask* device_quantise = nullptr;
     OwnedEvent arrived_event;
-    OwnedEvent filled_event;
   };
 
   static absl::StatusOr<std::unique_ptr<DeviceDelta>> Create(
@@ -134,21 +138,27 @@ class DeviceDelta {
   // at `like` do. kUnavailable after the deadline.
   absl::StatusOr<Slot*> WaitForSlot(std::uint64_t bytes, const void* like);
   // Adds units to a slot: kept ones first, of which records are made, then
-  // those that are only summed. False: it is too much for one chunk; a slice of
-  // one element always fits into an empty slot.
+  // those that are only summed. False: it is too much for one chunk, whose
+  // parts never take more than the ring; a slice of one element always fits
+  // into an empty slot.
   bool AddSlice(const TileGrid& grid, const UnitRange& units,
                 const StridedUnits& old_units, const StridedUnits& new_units,
                 Slice about, bool kept, Slot* slot) const;
-  // Hands the slot on. `status` not OK: it could not be filled, and the step's
-  // delta is lost. Returns the chunk's number, from 1.
-  std::uint64_t Submit(const absl::Status& status);
-  // Waits until every chunk is diffed or given up. kUnavailable after the
-  // deadline: what the chunks use is then still in use.
+  // What the kernels are told of the slot's slices, enqueued ahead of its
+  // bytes: on `stream`, in which they follow. (A copy to the device waits for
+  // those enqueued before it, also on other streams.)
+  absl::Status Upload(const Slot& slot, DeviceStream stream);
+  // Hands the slot on. Not `filled`: the caller has seen to the update. With
+  // that, or a `status` that is not OK, the step's delta is lost. Returns the
+  // chunk's number, from 1.
+  std::uint64_t Submit(bool filled, const absl::Status& status);
+  // Waits until every chunk is diffed or given up, and its update done.
+  // kUnavailable after the deadline: what the chunks use is then still in use.
   absl::Status WaitUntilIdle();
   // The same, and the first error of any chunk since BeginStep.
   absl::Status WaitForAll();
 
-  // Whether chunk `number` has reached slot and parameter. From any thread.
+  // Whether the source of chunk `number` is free. From any thread.
   absl::StatusOr<bool> HasPassed(std::uint64_t number) const;
   absl::Status WaitFor(std::uint64_t number) const;
 
@@ -202,7 +212,11 @@ class DeviceDelta {
 
   absl::StatusOr<std::byte*> Take(MemoryKind kind, std::uint64_t bytes);
   void Work();
+  // Enqueues the update too.
   absl::Status Diff(Slot& slot);
+  // The update, after a Diff that failed.
+  absl::Status UpdateAnyway(const Slot& slot);
+  absl::Status CopyOnDevice(const Slot::DeviceCopy& what);
   absl::Status Quantise(Slot& slot);
   absl::Status DiffOnce(Slot& slot, std::uint32_t first_slice,
                         std::uint32_t slice_count, std::uint64_t first_tile,
@@ -241,9 +255,8 @@ class DeviceDelta {
   std::vector<Slice> abouts_;
   std::vector<const char*> quantise_names_;
   Slot slots_[kSlots];
-  // Of chunks on their way, [chunk_memory_] each.
-  std::byte* old_memory_ = nullptr;
-  std::byte* new_memory_ = nullptr;
+  // Of chunks on their way.
+  std::byte* memory_of_chunks_ = nullptr;  // [chunk_memory_]
   std::uint64_t chunk_memory_ = 0;
   std::uint64_t chunk_memory_end_ = 0;  // of the last one submitted
 

@@ -237,7 +237,7 @@ absl::Status DeviceSnapshotWriter::Impl::Diff() {
                              delta->WaitForSlot(end - at, extent.live + at));
       const bool copies = options.snapshot == MemoryKind::kPinned;
       std::byte* const before = snapshot.data() + extent.at + at;
-      const std::byte* const old_at = copies ? slot->old_bytes : before;
+      const std::byte* const old_at = copies ? slot->bytes : before;
       const std::byte* const new_at = extent.live + at;
       for (bool fits = false; !fits;) {
         slot->Clear();
@@ -259,14 +259,15 @@ absl::Status DeviceSnapshotWriter::Impl::Diff() {
         end = half;
       }
       const absl::Status filled = [&]() -> absl::Status {
+        KEDGE_RETURN_IF_ERROR(delta->Upload(*slot, stream.get()));
         if (copies) {
           KEDGE_RETURN_IF_ERROR(
-              device->Copy(slot->old_bytes, before, end - at, stream.get()));
+              device->Copy(slot->bytes, before, end - at, stream.get()));
         }
-        return device->Record(slot->filled, stream.get());
+        return device->Record(slot->arrived, stream.get());
       }();
       if (!filled.ok()) device->WaitForStream(stream.get()).IgnoreError();
-      delta->Submit(filled);
+      delta->Submit(filled.ok(), filled);
       at = end;
     }
   }

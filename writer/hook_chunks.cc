@@ -22,17 +22,19 @@ bool OptimizerHook::Impl::Describe(std::uint32_t parameter, std::uint64_t begin,
                                    std::uint64_t end,
                                    DeviceDelta::Slot* slot) const {
   slot->Clear();
+  const auto* const weights =
+      static_cast<const std::byte*>(options.parameters[parameter].data) + begin;
   bool fits = true;
   const auto add = [&](std::uint32_t p, const UnitRange& units,
                        const StridedUnits& source, bool kept) {
     StridedUnits new_units = source;
-    new_units.base = slot->new_bytes + (source.base - slot->old_bytes);
+    new_units.base = slot->bytes + (source.base - weights);
     fits = delta->AddSlice(map->parts()[p].part.grid(), units, source,
                            new_units, {parts[p].tensor, p}, kept, slot);
     return fits;
   };
   map->ForEachRun(
-      parameter, begin, end, slot->old_bytes,
+      parameter, begin, end, weights,
       [&](std::uint32_t p, const UnitRange& units, const StridedUnits& source) {
         return parts[p].quantised != kNoIndex ||
                add(p, units, source, /*kept=*/true);
@@ -41,7 +43,7 @@ bool OptimizerHook::Impl::Describe(std::uint32_t parameter, std::uint64_t begin,
   if (!DescribeQuantised(parameter, begin, end, slot)) return false;
   // What fp8 is made of is guarded, and does not travel itself.
   map->ForEachRun(
-      parameter, begin, end, slot->old_bytes,
+      parameter, begin, end, weights,
       [&](std::uint32_t p, const UnitRange& units, const StridedUnits& source) {
         return parts[p].quantised == kNoIndex ||
                add(p, units, source, /*kept=*/false);
@@ -63,7 +65,7 @@ bool OptimizerHook::Impl::DescribeQuantised(std::uint32_t parameter,
   std::uint64_t scales_used = 0;
   bool fits = true;
   map->ForEachRun(
-      parameter, begin, end, slot->old_bytes,
+      parameter, begin, end, weights + begin,
       [&](std::uint32_t p, const UnitRange& units, const StridedUnits&) {
         if (parts[p].quantised == kNoIndex) return true;
         const MappedPart& mapped = map->parts()[p];
@@ -77,13 +79,23 @@ bool OptimizerHook::Impl::DescribeQuantised(std::uint32_t parameter,
         const std::uint64_t whole_begin = from / block_row * block_row;
         const std::uint64_t whole_end =
             to == count ? count : to / block_row * block_row;
-        // Element `e` of the part in the slot's old and new bytes.
-        const auto at = [&](std::byte* slot_bytes, std::uint64_t e) {
-          return slot_bytes + (mapped.begin + 2 * e - begin);
+        // Element `e` of the part, old and new.
+        const auto at = [&](int is_new, std::uint64_t e) {
+          const std::uint64_t byte = mapped.begin + 2 * e;
+          return is_new != 0 ? slot->bytes + (byte - begin) : weights + byte;
+        };
+        // Elements [e, e_end) of an open block. Without a carry the step has
+        // failed.
+        const auto carry_over = [&](DeviceDelta::Slot::DeviceCopy copies[2],
+                                    std::uint64_t e, std::uint64_t e_end) {
+          if (carry == kNoIndex) return;
+          for (const int is_new : {0, 1}) {
+            copies[is_new] = {CarryAt(carry, is_new) + 2 * (e % block_row),
+                              at(is_new, e), 2 * (e_end - e)};
+          }
         };
         if (whole_end <= whole_begin) {
-          slot->after = {CarryAt(carry, 2 * (from - whole_begin)),
-                         at(slot->old_bytes, from), 2 * (to - from)};
+          carry_over(slot->after, from, to);
           return true;
         }
         if (slot->quantise_count > 0 && (slot->scale_kind != part.scale_kind ||
@@ -131,23 +143,19 @@ bool OptimizerHook::Impl::DescribeQuantised(std::uint32_t parameter,
         };
         std::uint64_t rest = whole_begin;
         if (from > whole_begin) {
-          // Its first rows came before: old ones wait in the carry, new ones
-          // are in the parameter.
+          // Its first rows came before, and wait in the carry.
           rest = std::min(whole_begin + block_row, count);
-          slot->before = {CarryAt(carry, 2 * (from - whole_begin)),
-                          at(slot->old_bytes, from), 2 * (rest - from)};
-          add_task(whole_begin, rest, CarryAt(carry, 0), 0);
-          add_task(whole_begin, rest, weights + mapped.begin + 2 * whole_begin,
-                   1);
+          carry_over(slot->before, from, rest);
+          for (const int is_new : {0, 1}) {
+            add_task(whole_begin, rest, CarryAt(carry, is_new), is_new);
+          }
         }
         if (whole_end > rest) {
-          add_task(rest, whole_end, at(slot->old_bytes, rest), 0);
-          add_task(rest, whole_end, at(slot->new_bytes, rest), 1);
+          for (const int is_new : {0, 1}) {
+            add_task(rest, whole_end, at(is_new, rest), is_new);
+          }
         }
-        if (to > whole_end) {
-          slot->after = {CarryAt(carry, 0), at(slot->old_bytes, whole_end),
-                         2 * (to - whole_end)};
-        }
+        if (to > whole_end) carry_over(slot->after, whole_end, to);
 
         const auto add_slice = [&](const TileGrid& grid, const UnitRange& slice,
                                    const void* old_at, const void* new_at,
@@ -225,10 +233,7 @@ absl::Status OptimizerHook::Impl::TakeCarry(std::uint32_t parameter) {
 
 // A trainer that hears of a failure may put its weights right at once: nothing
 // of the hook's own moves any more.
-void OptimizerHook::Impl::Quiesce() {
-  delta->WaitUntilIdle().IgnoreError();
-  device->WaitForStream(old_stream.get()).IgnoreError();
-}
+void OptimizerHook::Impl::Quiesce() { delta->WaitUntilIdle().IgnoreError(); }
 
 // The trainer's copy, without the hook; waits for it.
 absl::Status OptimizerHook::Impl::PlainCopy(std::uint32_t parameter,
@@ -238,8 +243,6 @@ absl::Status OptimizerHook::Impl::PlainCopy(std::uint32_t parameter,
                                             DeviceStream stream) {
   auto* const to =
       static_cast<std::byte*>(options.parameters[parameter].data) + begin;
-  // What an earlier range still has on its way would come after it.
-  device->WaitForStream(old_stream.get()).IgnoreError();
   KEDGE_RETURN_IF_ERROR(device->Copy(to, source, bytes, stream));
   return device->WaitForStream(stream);
 }
@@ -266,32 +269,19 @@ absl::StatusOr<std::uint64_t> OptimizerHook::Impl::UpdateChunk(
     end = half;
   }
   const std::uint64_t bytes = end - begin;
+  slot->update = {weights, slot->bytes, bytes};
   const absl::Status filled = [&]() -> absl::Status {
-    if (!stream_known || stream != last_stream) {
-      // Old weights are what the trainer's own work before this leaves.
-      KEDGE_RETURN_IF_ERROR(device->Record(step_begun.get(), stream));
-      KEDGE_RETURN_IF_ERROR(
-          device->StreamWait(old_stream.get(), step_begun.get()));
-      stream_known = true;
-      last_stream = stream;
-    }
-    // The trainer's stream copies to the slots and nothing else, chunk after
-    // chunk at the rate of the bus. What then moves within the device goes by a
-    // stream of the hook's own: old bytes to their slot, new ones over them.
-    KEDGE_RETURN_IF_ERROR(device->Copy(slot->new_bytes, source, bytes, stream));
-    KEDGE_RETURN_IF_ERROR(device->Record(slot->arrived, stream));
-    KEDGE_RETURN_IF_ERROR(
-        device->Copy(slot->old_bytes, weights, bytes, old_stream.get()));
-    KEDGE_RETURN_IF_ERROR(device->StreamWait(old_stream.get(), slot->arrived));
-    KEDGE_RETURN_IF_ERROR(
-        device->Copy(weights, slot->new_bytes, bytes, old_stream.get()));
-    return device->Record(slot->filled, old_stream.get());
+    // The trainer's stream copies to the device and does nothing else, chunk
+    // after chunk at the rate of the bus. The diff, then the copy over the old
+    // bytes, come after it on a stream of the hook's own.
+    KEDGE_RETURN_IF_ERROR(delta->Upload(*slot, stream));
+    KEDGE_RETURN_IF_ERROR(device->Copy(slot->bytes, source, bytes, stream));
+    return device->Record(slot->arrived, stream);
   }();
   absl::Status copied;
   if (!filled.ok()) {
     // The trainer goes on with its new weights, whatever becomes of the delta.
     device->WaitForStream(stream).IgnoreError();
-    device->WaitForStream(old_stream.get()).IgnoreError();
     copied = PlainCopy(parameter, begin, bytes, source, stream);
     FailStep(filled);
   }
@@ -303,7 +293,7 @@ absl::StatusOr<std::uint64_t> OptimizerHook::Impl::UpdateChunk(
       state_of.carry = kNoIndex;
     }
   }
-  ticket->number = delta->Submit(filled.ok() ? step_status : filled);
+  ticket->number = delta->Submit(filled.ok(), step_status);
   jobs_after[ticket->number % kTrackedChunks] = jobs;
   chunks = ticket->number;
   KEDGE_RETURN_IF_ERROR(copied);

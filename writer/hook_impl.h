@@ -166,8 +166,10 @@ struct OptimizerHook::Impl {
                          std::uint64_t end, DeviceDelta::Slot* slot) const;
   // Whether blocks of a parameter's fp8 tensors end elsewhere than at `byte`.
   bool LeavesBlockOpen(std::uint32_t parameter, std::uint64_t byte) const;
-  std::byte* CarryAt(std::uint32_t carry, std::uint64_t bytes) const {
-    return carry == hook::kNoIndex ? nullptr : delta->carry(carry) + bytes;
+  // Old or new rows of a block that is open.
+  std::byte* CarryAt(std::uint32_t carry, int is_new) const {
+    if (carry == hook::kNoIndex) return nullptr;
+    return delta->carry(carry) + (is_new != 0 ? carry_half : 0);
   }
   absl::Status TakeCarry(std::uint32_t parameter);
   void Quiesce();
@@ -211,15 +213,14 @@ struct OptimizerHook::Impl {
   std::vector<bool> has_quantised;  // by parameter
   std::uint64_t fp8_values = 0;     // that one chunk may have
   std::uint64_t fp8_scales = 0;
+  std::uint64_t carry_half = 0;  // bytes of the largest row of blocks
   std::unique_ptr<SnapshotSource> snapshot;
   std::vector<OwnedSlice> owned;
   std::vector<PartState> parts;
   std::vector<Guarded> guarded;
   std::unique_ptr<DeviceSums> sums;
   std::vector<std::uint64_t> residues;  // scratch of SumLive
-  OwnedStream old_stream;
   OwnedStream guard_stream;
-  OwnedEvent step_begun;
   std::unique_ptr<StoreWriter> writer;
 
   // Of the step.
@@ -234,8 +235,6 @@ struct OptimizerHook::Impl {
   std::vector<std::vector<Written>> written;  // by parameter, ascending
   std::vector<Pending> pending;               // by parameter
   bool carry_used[hook::kCarries] = {};
-  bool stream_known = false;
-  DeviceStream last_stream = nullptr;
   std::unique_ptr<StoreWriter::DeltaAttempt> attempt;
   std::unique_ptr<StoreWriter::AnchorAttempt> anchor;
   std::unique_ptr<DeviceDelta> delta;

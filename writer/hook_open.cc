@@ -281,13 +281,12 @@ absl::Status OptimizerHook::Impl::Allocate(const WriterOptions& writer_options,
     delta_options.quantised_values = fp8_values;
     delta_options.quantised_scales = fp8_scales;
     delta_options.carry_count = kCarries;
-    delta_options.carry_bytes = 2 * block_row;
+    carry_half = 2 * block_row;
+    delta_options.carry_bytes = 2 * carry_half;
     delta_options.max_tiles += 4 * (fp8_values / kTileUnits);
   }
   delta_options.deadline = options.deadline;
   KEDGE_ASSIGN_OR_RETURN(delta, DeviceDelta::Create(delta_options));
-  KEDGE_ASSIGN_OR_RETURN(old_stream, device->CreateStream());
-  KEDGE_ASSIGN_OR_RETURN(step_begun, device->CreateEvent());
   feed = std::make_unique<AnchorFeed>(writer_options.io_threads, kAnchorJobs,
                                       gathers, options.deadline);
   memory.device_bytes += delta->device_bytes() + fp8->device_bytes();

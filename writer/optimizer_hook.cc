@@ -97,7 +97,6 @@ absl::Status OptimizerHook::BeginStep(std::uint64_t step, bool anchor) {
   impl.updates = 0;
   impl.drain_seconds = 0;
   impl.rebased = impl.lost;
-  impl.stream_known = false;
   for (auto& ranges : impl.written) ranges.clear();
   std::fill(impl.pending.begin(), impl.pending.end(), Impl::Pending());
   std::fill(std::begin(impl.carry_used), std::end(impl.carry_used), false);
