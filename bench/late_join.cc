@@ -3,20 +3,22 @@
 // against the bare copy of the same bytes to the device.
 //
 //   kedge_late_join [--device cuda:0] [--bytes 8GiB] [--store DIR]
-//                   [--tmpfs /dev/shm] [--pairs 5] [--deltas 3] [--json FILE]
-//                   [--commit TEXT]
+//                   [--tmpfs /dev/shm] [--tmpfs-bytes 28GiB] [--pairs 5]
+//                   [--deltas 3] [--threads 12] [--json FILE] [--commit TEXT]
 //
 // A store with an anchor of --bytes and small deltas after it is written under
 // --store (default: $KEDGE_BENCH_DIR, else $HOME), by the library's writer, in
 // its files of about 1 GiB. One pair is a join with cold caches and a read of
-// every data file of the chain by 8 threads, 8 MiB at a time, neighbouring
-// reads from different files, nothing done with the bytes; the order
-// alternates. Caches are dropped by sync and posix_fadvise(POSIX_FADV_DONTNEED)
-// on every file; what mincore then still finds in memory is reported. A join is
-// timed with and without Follower::Open, which takes its pinned memory.
+// every data file of the chain by as many threads, 8 MiB at a time,
+// neighbouring reads from different files, nothing done with the bytes; the
+// order alternates. Caches are dropped by sync and
+// posix_fadvise(POSIX_FADV_DONTNEED) on every file; what mincore then still
+// finds in memory is reported. A join is timed with and without Follower::Open,
+// which takes its pinned memory.
 //
-// The same store under --tmpfs ("" leaves it out): a join against the copy of
-// the model's bytes from pinned memory to the device, 8 MiB at a time.
+// Such a store under --tmpfs, of --tmpfs-bytes if that is given ("" leaves a
+// place out): a join against the copy of the model's bytes from pinned memory
+// to the device, 8 MiB at a time.
 
 #include <fcntl.h>
 #include <stdlib.h>
@@ -55,7 +57,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kThreads = 8;
 constexpr double kDensity = 0.002;
 
 struct Options {
@@ -63,8 +64,10 @@ struct Options {
   std::uint64_t bytes = std::uint64_t{8} << 30;
   std::string store;
   std::string tmpfs = "/dev/shm";
+  std::uint64_t tmpfs_bytes = 0;  // 0: as many
   std::uint64_t pairs = 5;
   std::uint64_t deltas = 3;
+  std::uint64_t threads = 12;
   std::string json;
   std::string commit;
 };
@@ -141,7 +144,8 @@ void WarmMemory(std::uint64_t bytes) {
 }
 
 // Seconds that plain reads of all files take.
-absl::StatusOr<double> PlainRead(const std::vector<ChainFile>& files) {
+absl::StatusOr<double> PlainRead(const std::vector<ChainFile>& files,
+                                 std::uint64_t threads) {
   struct Piece {
     std::size_t file;
     std::uint64_t offset;
@@ -156,8 +160,8 @@ absl::StatusOr<double> PlainRead(const std::vector<ChainFile>& files) {
       pieces.begin(), pieces.end(),
       [](const Piece& a, const Piece& b) { return a.offset < b.offset; });
   // Buffers were touched before: a reader that lives on has them, too.
-  static const auto buffers = [] {
-    std::vector<std::vector<std::byte>> made(kThreads);
+  static const auto buffers = [&] {
+    std::vector<std::vector<std::byte>> made(threads);
     for (auto& buffer : made) buffer.resize(kPieceBytes);
     return std::make_unique<std::vector<std::vector<std::byte>>>(
         std::move(made));
@@ -169,10 +173,10 @@ absl::StatusOr<double> PlainRead(const std::vector<ChainFile>& files) {
   }
   std::atomic<std::size_t> next{0};
   std::atomic<bool> ok{true};
-  std::vector<std::thread> threads;
-  for (int t = 0; t < kThreads; ++t) {
-    threads.emplace_back([&, t] {
-      std::vector<std::byte>& buffer = (*buffers)[static_cast<std::size_t>(t)];
+  std::vector<std::thread> readers;
+  for (std::uint64_t t = 0; t < threads; ++t) {
+    readers.emplace_back([&, t] {
+      std::vector<std::byte>& buffer = (*buffers)[t];
       for (std::size_t i = next++; i < pieces.size(); i = next++) {
         const Piece& piece = pieces[i];
         const std::uint64_t bytes =
@@ -185,7 +189,7 @@ absl::StatusOr<double> PlainRead(const std::vector<ChainFile>& files) {
       }
     });
   }
-  for (std::thread& thread : threads) thread.join();
+  for (std::thread& reader : readers) reader.join();
   for (const int descriptor : descriptors) {
     if (descriptor >= 0) close(descriptor);
   }
@@ -283,12 +287,13 @@ struct Joined {
 
 absl::StatusOr<Joined> JoinOnce(BenchDevice* bench, const std::string& store,
                                 const EngineMemory& memory,
-                                std::uint64_t version) {
+                                const Options& bench_options) {
+  const std::uint64_t version = bench_options.deltas;
   Joined joined;
   FollowerOptions options;
   options.store_path = store;
   options.device = bench->device();
-  options.io_threads = kThreads;
+  options.io_threads = static_cast<int>(bench_options.threads);
   Clock::time_point start = Clock::now();
   KEDGE_ASSIGN_OR_RETURN(const std::unique_ptr<Follower> follower,
                          Follower::Open(options, {memory.set()}));
@@ -316,6 +321,7 @@ struct Comparison {
   Samples ratio;          // other / join of a pair
   Samples ratio_with_open;
   Samples resident;  // share of pages left after dropping caches
+  Samples read;
   Samples pause;
   Samples verify;
 
@@ -325,6 +331,7 @@ struct Comparison {
     other.Add(seconds);
     ratio.Add(seconds / joined.join_seconds);
     ratio_with_open.Add(seconds / (joined.open_seconds + joined.join_seconds));
+    read.Add(joined.result.read_seconds);
     pause.Add(joined.result.pause_seconds);
     verify.Add(joined.result.verify_seconds);
   }
@@ -360,6 +367,7 @@ JsonObject JsonOf(const Comparison& c) {
       .Stats("beside_seconds", c.other)
       .Stats("ratio", c.ratio)
       .Stats("ratio_with_open", c.ratio_with_open)
+      .Stats("read_seconds", c.read)
       .Stats("pause_seconds", c.pause)
       .Stats("verify_seconds", c.verify);
   if (!c.resident.empty()) json.Stats("resident_after_drop", c.resident);
@@ -386,7 +394,7 @@ absl::StatusOr<Comparison> OnDisk(BenchDevice* bench, const Options& options,
                                   const std::string& store,
                                   EngineMemory* memory, DeviceStream stream) {
   Comparison comparison;
-  comparison.beside = "plain 8-thread preads";
+  comparison.beside = absl::StrCat("plain ", options.threads, "-thread preads");
   comparison.model_bytes = memory->bytes();
   KEDGE_ASSIGN_OR_RETURN(const std::vector<ChainFile> files, FilesOf(store));
   for (const ChainFile& file : files) comparison.file_bytes += file.bytes;
@@ -401,9 +409,9 @@ absl::StatusOr<Comparison> OnDisk(BenchDevice* bench, const Options& options,
       if ((side == 0) == (pair % 2 == 0)) {
         KEDGE_RETURN_IF_ERROR(memory->Poison(stream));
         KEDGE_ASSIGN_OR_RETURN(joined,
-                               JoinOnce(bench, store, *memory, options.deltas));
+                               JoinOnce(bench, store, *memory, options));
       } else {
-        KEDGE_ASSIGN_OR_RETURN(plain, PlainRead(files));
+        KEDGE_ASSIGN_OR_RETURN(plain, PlainRead(files, options.threads));
       }
     }
     if (pair == 0) {
@@ -438,7 +446,7 @@ absl::StatusOr<Comparison> OnTmpfs(BenchDevice* bench, const Options& options,
       if ((side == 0) == (pair % 2 == 0)) {
         KEDGE_RETURN_IF_ERROR(memory->Poison(stream));
         KEDGE_ASSIGN_OR_RETURN(joined,
-                               JoinOnce(bench, store, *memory, options.deltas));
+                               JoinOnce(bench, store, *memory, options));
         if (pair == 0) {
           KEDGE_RETURN_IF_ERROR(memory->Compare(options.deltas, stream));
         }
@@ -488,9 +496,6 @@ absl::Status Run(const Options& options, const std::string& command) {
                          bench->device()->CreateStream());
   std::printf("%s; %s\ncaches dropped by sync and POSIX_FADV_DONTNEED\n",
               bench->device()->name().c_str(), bench->driver().c_str());
-  const std::vector<TensorSpec> tensors = TensorsOf(options.bytes);
-  KEDGE_ASSIGN_OR_RETURN(EngineMemory memory,
-                         EngineMemory::Make(bench.get(), tensors));
   JsonObject json;
   json.Text("benchmark", "late_join")
       .Text("device", bench->device()->name())
@@ -499,10 +504,15 @@ absl::Status Run(const Options& options, const std::string& command) {
       .Text("command", command)
       .Text("caches", "dropped by sync and POSIX_FADV_DONTNEED")
       .Number("pairs", options.pairs)
-      .Number("deltas", options.deltas);
+      .Number("deltas", options.deltas)
+      .Number("threads", options.threads);
   for (const bool disk : {true, false}) {
     const std::string& parent = disk ? options.store : options.tmpfs;
     if (parent.empty()) continue;
+    const std::vector<TensorSpec> tensors = TensorsOf(
+        disk || options.tmpfs_bytes == 0 ? options.bytes : options.tmpfs_bytes);
+    KEDGE_ASSIGN_OR_RETURN(EngineMemory memory,
+                           EngineMemory::Make(bench.get(), tensors));
     KEDGE_ASSIGN_OR_RETURN(const std::unique_ptr<Scratch> scratch,
                            Scratch::Make(parent));
     SyntheticStoreOptions store;
@@ -536,19 +546,25 @@ int Main(int argc, char** argv) {
            .Bytes("--bytes", &options.bytes)
            .Text("--store", &options.store)
            .Text("--tmpfs", &options.tmpfs)
+           .Bytes("--tmpfs-bytes", &options.tmpfs_bytes)
            .Number("--pairs", &options.pairs)
            .Number("--deltas", &options.deltas)
+           .Number("--threads", &options.threads)
            .Text("--json", &options.json)
            .Text("--commit", &options.commit)
            .Parse(argc, argv)) {
     return 2;
   }
-  if (options.bytes < (std::uint64_t{1} << 20) ||
-      options.bytes > (std::uint64_t{1} << 40) || options.pairs == 0 ||
-      options.deltas > 1000) {
+  const auto out_of_range = [](std::uint64_t bytes) {
+    return bytes < (std::uint64_t{1} << 20) || bytes > (std::uint64_t{1} << 40);
+  };
+  if (out_of_range(options.bytes) ||
+      (options.tmpfs_bytes != 0 && out_of_range(options.tmpfs_bytes)) ||
+      options.pairs == 0 || options.deltas > 1000 || options.threads == 0 ||
+      options.threads > 256) {
     std::fprintf(stderr,
                  "--bytes is 1MiB to 1TiB, --pairs at least 1, --deltas at "
-                 "most 1000\n");
+                 "most 1000, --threads 1 to 256\n");
     return 2;
   }
   const absl::Status ran = Run(options, CommandLine(argc, argv));

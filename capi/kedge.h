@@ -575,7 +575,7 @@ typedef kedge_status (*kedge_reduce_callback)(void* user, uint64_t* values,
 /* How files are read. */
 typedef int32_t kedge_read_mode;
 enum {
-  KEDGE_READ_AUTO = 0, /* map on local file systems, else read */
+  KEDGE_READ_AUTO = 0, /* map on local file systems, but not to a device */
   KEDGE_READ_MAP = 1,
   KEDGE_READ_READ = 2
 };
@@ -590,7 +590,7 @@ typedef struct kedge_reader_options {
   uint64_t device_stage_bytes; /* most device memory that deltas take before
                                   they are applied; default 4 GiB */
   kedge_read_mode read_mode;
-  int32_t io_threads;         /* 1 to 1024; default 8 */
+  int32_t io_threads;         /* 1 to 1024; default 12 */
   int32_t apply_threads;      /* at most 1024; default one a core */
   int32_t every_version;      /* not 0: pass through each, skip none */
   int32_t allow_partial;      /* not 0: part of the model is enough; such a

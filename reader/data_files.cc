@@ -13,12 +13,6 @@
 #include "kedge/reader/parallel.h"
 
 namespace kedge {
-namespace {
-
-// What is read and hashed in one go: half of a core's L2 cache.
-constexpr std::uint64_t kFetchBlockBytes = std::uint64_t{1} << 20;
-
-}  // namespace
 
 DataFiles::DataFiles(const ReadContext* context, std::string directory,
                      std::uint64_t step, const std::vector<DataFile>* files)
@@ -151,39 +145,64 @@ absl::StatusOr<std::span<const std::byte>> DataFiles::Fetch(
 absl::Status DataFiles::FetchChecked(std::uint32_t file,
                                      std::span<const PieceSpan> pieces,
                                      std::byte* buffer, std::size_t* bad) {
+  return FetchParts(
+      file, pieces, ~std::uint64_t{0},
+      [&](std::uint64_t, std::uint64_t) -> absl::StatusOr<std::byte*> {
+        return buffer;
+      },
+      [](std::uint64_t, std::uint64_t) { return absl::OkStatus(); }, bad);
+}
+
+absl::Status DataFiles::FetchParts(std::uint32_t file,
+                                   std::span<const PieceSpan> pieces,
+                                   std::uint64_t part_bytes, Place place,
+                                   Arrived arrived, std::size_t* bad) {
   const DataFile& described = (*files_)[file];
   const std::uint64_t begin = pieces.front().offset;
   const std::uint64_t end = pieces.back().offset + pieces.back().bytes;
   const RunId& run = context_->store->info().run;
-  // Fills `buffer` block by block; `fill` gets a block's offset and place.
+  // `fill` gets the offset and place of each block.
   const auto fetch = [&](auto fill) -> absl::Status {
     std::size_t next = 0;
     std::optional<PieceHasher> hasher;  // of pieces[next]
-    std::uint64_t hashed = 0;
-    for (std::uint64_t at = begin; at < end;) {
-      const std::uint64_t bytes = std::min(end - at, kFetchBlockBytes);
-      KEDGE_RETURN_IF_ERROR(fill(at, std::span(buffer + (at - begin), bytes)));
-      at += bytes;
-      while (next < pieces.size() && pieces[next].offset < at) {
+    const auto hash = [&](std::uint64_t at,
+                          std::span<const std::byte> block) -> absl::Status {
+      const std::uint64_t block_end = at + block.size();
+      while (next < pieces.size() && pieces[next].offset < block_end) {
         const PieceSpan& piece = pieces[next];
-        if (!hasher) {
-          hasher.emplace(run, step_, described.id, piece.number);
-          hashed = 0;
-        }
-        const std::uint64_t from = piece.offset + hashed;
-        const std::uint64_t to = std::min(at, piece.offset + piece.bytes);
-        hasher->Update({buffer + (from - begin), to - from});
-        hashed += to - from;
-        if (hashed < piece.bytes) break;
-        if (piece.number >= described.piece_hashes.size() ||
-            hasher->Finish() != described.piece_hashes[piece.number]) {
+        const PieceKey key = {run, step_, described.id, piece.number};
+        if (!hasher) hasher.emplace(key.run, key.step, key.file, key.piece);
+        const std::uint64_t from = std::max(at, piece.offset);
+        const std::uint64_t to =
+            std::min(block_end, piece.offset + piece.bytes);
+        hasher->Update(block.subspan(from - at, to - from));
+        if (to < piece.offset + piece.bytes) break;
+        const auto expected = PieceHash(file, piece.number);
+        const std::uint64_t found = hasher->Finish();
+        if (!expected.ok() || found != *expected) {
           *bad = next;
-          return CheckPiece(file, piece.number, piece.offset,
-                            {buffer + (piece.offset - begin), piece.bytes});
+          KEDGE_RETURN_IF_ERROR(expected.status());
+          return CheckPieceHash(PathOf(file), piece.offset, piece.bytes,
+                                *expected, key, found);
         }
         hasher.reset();
         ++next;
       }
+      return absl::OkStatus();
+    };
+    for (std::uint64_t part = begin; part < end;) {
+      const std::uint64_t part_end = part + std::min(end - part, part_bytes);
+      KEDGE_ASSIGN_OR_RETURN(std::byte* const buffer, place(part, part_end));
+      for (std::uint64_t at = part; at < part_end;) {
+        const std::span<std::byte> block(
+            buffer + (at - part),
+            std::min<std::uint64_t>(part_end - at, kHashBlockBytes));
+        KEDGE_RETURN_IF_ERROR(fill(at, block));
+        KEDGE_RETURN_IF_ERROR(hash(at, block));
+        at += block.size();
+      }
+      KEDGE_RETURN_IF_ERROR(arrived(part, part_end));
+      part = part_end;
     }
     return absl::OkStatus();
   };
@@ -214,22 +233,28 @@ absl::Status DataFiles::FetchChecked(std::uint32_t file,
   return absl::OkStatus();
 }
 
+absl::StatusOr<std::uint64_t> DataFiles::PieceHash(std::uint32_t file,
+                                                   std::uint32_t piece) const {
+  const DataFile& described = (*files_)[file];
+  if (piece < described.piece_hashes.size()) {
+    return described.piece_hashes[piece];
+  }
+  return DataLoss(
+      {.where = PathOf(file),
+       .what = "piece number",
+       .expected = absl::StrCat("below ", described.piece_hashes.size()),
+       .found = absl::StrCat(piece),
+       .advice = "run `kedge fsck`"});
+}
+
 absl::Status DataFiles::CheckPiece(std::uint32_t file, std::uint32_t piece,
                                    std::uint64_t offset,
                                    std::span<const std::byte> bytes) const {
-  const DataFile& described = (*files_)[file];
-  if (piece >= described.piece_hashes.size()) {
-    return DataLoss(
-        {.where = PathOf(file),
-         .what = "piece number",
-         .expected = absl::StrCat("below ", described.piece_hashes.size()),
-         .found = absl::StrCat(piece),
-         .advice = "run `kedge fsck`"});
-  }
-  return kedge::CheckPiece(PathOf(file), offset, described.piece_hashes[piece],
+  KEDGE_ASSIGN_OR_RETURN(const std::uint64_t expected, PieceHash(file, piece));
+  return kedge::CheckPiece(PathOf(file), offset, expected,
                            {.run = context_->store->info().run,
                             .step = step_,
-                            .file = described.id,
+                            .file = (*files_)[file].id,
                             .piece = piece},
                            bytes);
 }

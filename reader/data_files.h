@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kedge/engine/io/file_system.h"
@@ -67,6 +68,17 @@ class DataFiles {
   absl::Status FetchChecked(std::uint32_t file,
                             std::span<const PieceSpan> pieces,
                             std::byte* buffer, std::size_t* bad);
+  // The same in parts of at most `part_bytes`, in order: `place` says where
+  // [begin, end) of the file goes, `arrived` hears when it is there. Its piece
+  // may turn out to be bad afterwards, and a read that is retried begins again
+  // with the first part.
+  using Place = absl::FunctionRef<absl::StatusOr<std::byte*>(
+      std::uint64_t begin, std::uint64_t end)>;
+  using Arrived =
+      absl::FunctionRef<absl::Status(std::uint64_t begin, std::uint64_t end)>;
+  absl::Status FetchParts(std::uint32_t file, std::span<const PieceSpan> pieces,
+                          std::uint64_t part_bytes, Place place,
+                          Arrived arrived, std::size_t* bad);
 
   // Gives back the descriptors. Mappings stay, and what is fetched otherwise
   // opens its file again.
@@ -88,6 +100,8 @@ class DataFiles {
     std::shared_ptr<File> file;
     std::unique_ptr<MappedRegion> mapping;
   };
+  absl::StatusOr<std::uint64_t> PieceHash(std::uint32_t file,
+                                          std::uint32_t piece) const;
   absl::StatusOr<std::shared_ptr<File>> OpenOnce(std::uint32_t file) const;
   absl::StatusOr<std::shared_ptr<File>> Current(std::uint32_t file);
   void Forget(std::uint32_t file, const std::shared_ptr<File>& failed);

@@ -16,6 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "kedge/engine/device/kernel_tasks.h"
+#include "kedge/engine/io/io_pool.h"
 #include "kedge/format/codec.h"
 #include "kedge/format/layout.h"
 #include "kedge/format/limits.h"
@@ -28,8 +29,14 @@
 namespace kedge {
 namespace {
 
-// Pinned buffers beside those that threads fill: these are being emptied.
-constexpr int kSpareSlots = 4;
+// Pinned buffers for deltas, which are read a piece at a time.
+constexpr int kPieceSlots = 8;
+// Anchors come in parts: every thread fills one while its other one is on its
+// way. They are small, so that what was read is still in the processor's cache
+// when it is copied on: with twice as much a join from memory is slower
+// (docs/decisions.md).
+constexpr std::uint64_t kPartBytes = std::uint64_t{4} << 20;
+constexpr int kPartSlotsOfThread = 2;
 // Deltas that may be staged at once.
 constexpr std::uint32_t kMaxStaged = 1024;
 // Records of a file that are this near to each other are copied as one.
@@ -104,6 +111,11 @@ class DeviceDelta : public StagedDelta {
   const struct ApplyRecord* apply_records = nullptr;
   const BoxTarget* boxes = nullptr;
   ApplyOutcome* check_outcome = nullptr;  // RecordSums follow it
+  // Until it is read.
+  struct Reading {
+    virtual ~Reading() = default;
+  };
+  std::unique_ptr<Reading> reading;
 
   ApplyBatch Batch() const {
     ApplyBatch batch;
@@ -184,6 +196,7 @@ class DeviceBackend : public WeightBackend {
         check_records_(options.check_records),
         key_(key),
         stage_bytes_(options.device_stage_bytes),
+        stage_threads_(std::min(kPieceSlots, context->io_pool->thread_count())),
         pool_(device, options.device_stage_bytes) {}
 
   absl::Status Init(DeviceStream stream) {
@@ -200,6 +213,13 @@ class DeviceBackend : public WeightBackend {
     KEDGE_ASSIGN_OR_RETURN(
         host_outcomes_, device_->Allocate(MemoryKind::kPinned,
                                           kMaxStaged * sizeof(ApplyOutcome)));
+    KEDGE_ASSIGN_OR_RETURN(
+        ring_, PinnedRing::Create(device_, kPieceSlots, kPieceBytes));
+    KEDGE_ASSIGN_OR_RETURN(
+        part_ring_,
+        PinnedRing::Create(
+            device_, kPartSlotsOfThread * context_->io_pool->thread_count(),
+            kPartBytes));
     return absl::OkStatus();
   }
 
@@ -211,6 +231,7 @@ class DeviceBackend : public WeightBackend {
   absl::StatusOr<std::unique_ptr<StagedDelta>> Stage(
       const SharedBinding& binding, const TensorMask& mask,
       std::shared_ptr<const PublishedStep> step) override;
+  absl::Status Read(StagedDelta* staged) override;
   absl::StatusOr<std::unique_ptr<AnchorLoad>> OpenAnchor(
       const Binding& binding, const TensorMask& mask,
       const PublishedAnchor& anchor) override;
@@ -231,9 +252,9 @@ class DeviceBackend : public WeightBackend {
  private:
   // Records of a step that are being read.
   struct Incoming;
+  class Uploader;
 
   absl::StatusOr<DeviceSums*> SumsOf(const SharedBinding& binding);
-  absl::Status MakeRing();
 
   absl::Status ReadPieces(Incoming* incoming);
   // What arrived of `piece`, at `bytes`, goes to the device, and its records
@@ -245,11 +266,21 @@ class DeviceBackend : public WeightBackend {
                            std::span<const std::byte> bytes);
   absl::Status UploadTables(Incoming* incoming);
   absl::Status CheckOnDevice(const DeviceDelta& delta);
-  absl::Status Upload(std::byte* to, std::span<const std::byte> bytes);
   // What to say of a tile that the device could not decode.
   absl::Status BadTile(const DeviceDelta& delta, const ApplyOutcome& outcome);
 
-  // One piece of an anchor, at `bytes` of a slot, to the boxes that need it.
+  // Read number `read` of an anchor, in parts that take `slots` in turn.
+  absl::Status WriteRead(const Binding& binding, AnchorLoad* load,
+                         std::size_t read, PinnedRing::Use* const slots[2],
+                         std::size_t* turn,
+                         std::atomic<std::uint64_t>* written);
+  // Bytes [begin, end) of a file, which lie in `slot`, to the boxes that need
+  // them, as far as they are of `pieces`.
+  absl::Status WritePart(const Binding& binding,
+                         std::span<const AnchorPiece> pieces,
+                         std::uint64_t begin, std::uint64_t end,
+                         const PinnedRing::Use& slot, std::uint64_t* units);
+  // One piece of an anchor or a part of one, at `bytes` of a slot.
   absl::Status WritePiece(const Binding& binding, const AnchorPiece& piece,
                           const std::byte* bytes, std::byte* bounce,
                           DeviceStream stream, std::uint64_t* units);
@@ -263,9 +294,12 @@ class DeviceBackend : public WeightBackend {
   OwnedStream stage_stream_;
   DeviceStream stream_ = nullptr;  // of the weights
   DeviceMemory a_;
-  DeviceMemory outcomes_;       // [kMaxStaged]
-  DeviceMemory host_outcomes_;  // likewise
-  std::unique_ptr<PinnedRing> ring_;
+  DeviceMemory outcomes_;                  // [kMaxStaged]
+  DeviceMemory host_outcomes_;             // likewise
+  std::unique_ptr<PinnedRing> ring_;       // of deltas
+  std::unique_ptr<PinnedRing> part_ring_;  // of anchors
+  // Beside the threads that an anchor keeps busy.
+  IoPool stage_threads_;
   StagePool pool_;
   std::uint32_t staged_ = 0;
 
@@ -376,23 +410,14 @@ absl::Status DeviceBackend::Sum(const SharedBinding& binding,
 
 // --------------------------------------------------------------------- deltas
 
-absl::Status DeviceBackend::MakeRing() {
-  if (ring_ != nullptr) return absl::OkStatus();
-  // Every thread has a slot to fill while those before it are emptied.
-  KEDGE_ASSIGN_OR_RETURN(
-      ring_, PinnedRing::Create(
-                 device_, context_->io_pool->thread_count() + kSpareSlots));
-  return absl::OkStatus();
-}
+struct DeviceBackend::Incoming : DeviceDelta::Reading {
+  Incoming(SharedBinding bound, DeviceDelta* read)
+      : binding(std::move(bound)), delta(read) {}
 
-struct DeviceBackend::Incoming {
-  Incoming(const Binding* bound, DeviceDelta* read)
-      : binding(bound), delta(read) {}
-
-  const Binding* binding;
+  SharedBinding binding;
   DeviceDelta* delta;
   DeltaReads reads;
-  DataFiles* files = nullptr;
+  std::optional<DataFiles> files;
   std::byte* payloads = nullptr;             // on the device
   std::vector<std::vector<Extent>> extents;  // by file, ascending
   // By file: indices of delta->records, ascending by offset.
@@ -421,7 +446,8 @@ absl::StatusOr<std::unique_ptr<StagedDelta>> DeviceBackend::Stage(
   if (staged_ == kMaxStaged) return std::unique_ptr<StagedDelta>();
   auto delta = std::make_unique<DeviceDelta>(std::move(step), &staged_);
   const StepManifest& manifest = delta->step().manifest;
-  Incoming incoming(binding.get(), delta.get());
+  auto plan = std::make_unique<Incoming>(binding, delta.get());
+  Incoming& incoming = *plan;
   KEDGE_ASSIGN_OR_RETURN(incoming.reads,
                          PlanReads(*binding, mask, delta->step()));
   if (incoming.reads.records.empty()) {
@@ -501,11 +527,9 @@ absl::StatusOr<std::unique_ptr<StagedDelta>> DeviceBackend::Stage(
         "; nothing was changed; raise it, or join from a newer anchor"));
   }
 
-  DataFiles files(context_, delta->step().path, delta->step().id.step,
-                  &manifest.files);
-  KEDGE_RETURN_IF_ERROR(files.Open(incoming.reads.wanted));
-  incoming.files = &files;
-  KEDGE_RETURN_IF_ERROR(MakeRing());
+  incoming.files.emplace(context_, delta->step().path, delta->step().id.step,
+                         &manifest.files);
+  KEDGE_RETURN_IF_ERROR(incoming.files->Open(incoming.reads.wanted));
   // The size of every file is proven now, so that a manifest cannot ask for
   // more memory than the store holds.
   KEDGE_ASSIGN_OR_RETURN(std::optional<StagePool::Block> block,
@@ -522,17 +546,25 @@ absl::StatusOr<std::unique_ptr<StagedDelta>> DeviceBackend::Stage(
       reinterpret_cast<const BoxTarget*>(delta->block.data() + boxes_at);
   delta->check_outcome =
       reinterpret_cast<ApplyOutcome*>(delta->block.data() + outcome_at);
+  delta->reading = std::move(plan);
+  return std::unique_ptr<StagedDelta>(std::move(delta));
+}
 
-  absl::Status status = ReadPieces(&incoming);
-  if (status.ok()) status = UploadTables(&incoming);
+absl::Status DeviceBackend::Read(StagedDelta* staged) {
+  auto* const delta = static_cast<DeviceDelta*>(staged);
+  const std::unique_ptr<DeviceDelta::Reading> reading =
+      std::move(delta->reading);
+  if (reading == nullptr) return absl::OkStatus();  // no box needs a record
+  auto* const incoming = static_cast<Incoming*>(reading.get());
+  absl::Status status = ReadPieces(incoming);
+  if (status.ok()) status = UploadTables(incoming);
   // Also after an error: nothing may be in flight to memory that is given back.
   status.Update(ring_->WaitForAll());
   if (status.ok() && check_records_) {
     status = CheckOnDevice(*delta);
     status.Update(WaitOut(device_, stage_stream_.get()));
   }
-  KEDGE_RETURN_IF_ERROR(status);
-  return std::unique_ptr<StagedDelta>(std::move(delta));
+  return status;
 }
 
 absl::Status DeviceBackend::ReadPieces(Incoming* incoming) {
@@ -559,8 +591,7 @@ absl::Status DeviceBackend::ReadPieces(Incoming* incoming) {
   std::stable_sort(
       todo.begin(), todo.end(),
       [](const Piece& a, const Piece& b) { return a.number < b.number; });
-  const auto threads =
-      static_cast<std::size_t>(context_->io_pool->thread_count());
+  const auto threads = static_cast<std::size_t>(stage_threads_.thread_count());
   const auto expect = [&](std::size_t i) {
     if (i >= todo.size()) return;
     const std::uint64_t offset = todo[i].number * kPieceBytes;
@@ -569,7 +600,7 @@ absl::Status DeviceBackend::ReadPieces(Incoming* incoming) {
         std::min(kPieceBytes, manifest.files[todo[i].file].bytes - offset));
   };
   return ParallelFor(
-      context_->io_pool, todo.size(), [&](std::size_t i) -> absl::Status {
+      &stage_threads_, todo.size(), [&](std::size_t i) -> absl::Status {
         const Piece& piece = todo[i];
         // While this is hashed and copied, storage works on what comes next.
         if (i < threads) expect(i);
@@ -672,14 +703,23 @@ absl::Status DeviceBackend::ParseRecord(Incoming* incoming, std::size_t record,
     return bad("tile_count above nnz", info.nnz, view->tiles().size());
   }
   Incoming::Tiles& tiles = incoming->tiles[record];
+  const bool all_needed =
+      std::any_of(boxes.begin(), boxes.end(), [&](const BoxTarget& held) {
+        return held.row_begin == 0 && held.row_end == entry.grid.rows &&
+               held.col_begin == 0 && held.col_end == entry.grid.cols;
+      });
+  if (all_needed) tiles.needed.reserve(view->tiles().size());
   for (const TileView& tile : view->tiles()) {
-    const TileBox box = entry.grid.Box(tile.tile);
-    const bool needed =
-        std::any_of(boxes.begin(), boxes.end(), [&](const BoxTarget& held) {
-          return box.row < held.row_end &&
-                 held.row_begin < box.row + box.height &&
-                 box.col < held.col_end && held.col_begin < box.col + box.width;
-        });
+    const bool needed = all_needed || [&] {
+      const TileBox box = entry.grid.Box(tile.tile);
+      return std::any_of(boxes.begin(), boxes.end(),
+                         [&](const BoxTarget& held) {
+                           return box.row < held.row_end &&
+                                  held.row_begin < box.row + box.height &&
+                                  box.col < held.col_end &&
+                                  held.col_begin < box.col + box.width;
+                         });
+    }();
     if (!needed && !check_records_) continue;
     constexpr std::uint32_t kMost = std::numeric_limits<std::uint16_t>::max();
     if (tile.a > kMost || tile.b > kMost) {
@@ -701,42 +741,66 @@ absl::Status DeviceBackend::ParseRecord(Incoming* incoming, std::size_t record,
   return absl::OkStatus();
 }
 
-absl::Status DeviceBackend::Upload(std::byte* to,
-                                   std::span<const std::byte> bytes) {
-  while (!bytes.empty()) {
-    const std::span<const std::byte> part =
-        bytes.first(std::min<std::size_t>(bytes.size(), kPieceBytes));
-    KEDGE_ASSIGN_OR_RETURN(const PinnedRing::Use slot, ring_->Take());
-    std::memcpy(slot->pinned.data(), part.data(), part.size());
-    KEDGE_RETURN_IF_ERROR(
-        device_->Copy(to, slot->pinned.data(), part.size(), slot.stream()));
-    to += part.size();
-    bytes = bytes.subspan(part.size());
+// Copies what is appended to one place on the device, by way of ring slots.
+class DeviceBackend::Uploader {
+ public:
+  Uploader(DeviceBackend* backend, const void* to)
+      : backend_(backend),
+        to_(static_cast<std::byte*>(const_cast<void*>(to))) {}
+
+  template <typename T>
+  absl::Status Append(const std::vector<T>& values) {
+    std::span<const std::byte> bytes = std::as_bytes(std::span(values));
+    while (!bytes.empty()) {
+      if (!slot_) {
+        KEDGE_ASSIGN_OR_RETURN(PinnedRing::Use next, backend_->ring_->Take());
+        slot_.emplace(std::move(next));
+      }
+      const std::size_t part =
+          std::min<std::size_t>(bytes.size(), kPieceBytes - filled_);
+      std::memcpy((*slot_)->pinned.data() + filled_, bytes.data(), part);
+      filled_ += part;
+      bytes = bytes.subspan(part);
+      if (filled_ == kPieceBytes) KEDGE_RETURN_IF_ERROR(Flush());
+    }
+    return absl::OkStatus();
   }
-  return absl::OkStatus();
-}
+  absl::Status Flush() {
+    if (!slot_) return absl::OkStatus();
+    const absl::Status status = backend_->device_->Copy(
+        to_, (*slot_)->pinned.data(), filled_, slot_->stream());
+    to_ += filled_;
+    filled_ = 0;
+    slot_.reset();
+    return status;
+  }
+
+ private:
+  DeviceBackend* backend_;
+  std::byte* to_;
+  std::optional<PinnedRing::Use> slot_;
+  std::uint64_t filled_ = 0;
+};
 
 absl::Status DeviceBackend::UploadTables(Incoming* incoming) {
   DeviceDelta& delta = *incoming->delta;
-  const auto upload = [&](const void* to, const auto& values) {
-    return Upload(reinterpret_cast<std::byte*>(const_cast<void*>(to)),
-                  std::as_bytes(std::span(values)));
-  };
-  std::vector<ApplyTile> tiles;
+  Uploader tiles(this, delta.tiles);
   for (const Incoming::Tiles& of_record : incoming->tiles) {
     delta.needed_tiles += of_record.needed.size();
-    delta.all_tiles += of_record.needed.size() + of_record.others.size();
+    KEDGE_RETURN_IF_ERROR(tiles.Append(of_record.needed));
   }
-  tiles.reserve(delta.all_tiles);
+  delta.all_tiles = delta.needed_tiles;
   for (const Incoming::Tiles& of_record : incoming->tiles) {
-    tiles.insert(tiles.end(), of_record.needed.begin(), of_record.needed.end());
+    delta.all_tiles += of_record.others.size();
+    KEDGE_RETURN_IF_ERROR(tiles.Append(of_record.others));
   }
-  for (const Incoming::Tiles& of_record : incoming->tiles) {
-    tiles.insert(tiles.end(), of_record.others.begin(), of_record.others.end());
-  }
-  KEDGE_RETURN_IF_ERROR(upload(delta.tiles, tiles));
-  KEDGE_RETURN_IF_ERROR(upload(delta.apply_records, incoming->apply_records));
-  return upload(delta.boxes, incoming->boxes);
+  KEDGE_RETURN_IF_ERROR(tiles.Flush());
+  Uploader records(this, delta.apply_records);
+  KEDGE_RETURN_IF_ERROR(records.Append(incoming->apply_records));
+  KEDGE_RETURN_IF_ERROR(records.Flush());
+  Uploader boxes(this, delta.boxes);
+  KEDGE_RETURN_IF_ERROR(boxes.Append(incoming->boxes));
+  return boxes.Flush();
 }
 
 absl::Status DeviceBackend::CheckOnDevice(const DeviceDelta& delta) {
@@ -849,7 +913,6 @@ absl::StatusOr<std::unique_ptr<AnchorLoad>> DeviceBackend::OpenAnchor(
     const PublishedAnchor& anchor) {
   KEDGE_ASSIGN_OR_RETURN(std::unique_ptr<AnchorLoad> load,
                          AnchorLoad::Open(context_, binding, mask, anchor));
-  KEDGE_RETURN_IF_ERROR(MakeRing());
   const auto pieces = load->all_pieces();
   const bool needs_bounce =
       std::any_of(pieces.begin(), pieces.end(), [&](const AnchorPiece& piece) {
@@ -860,7 +923,7 @@ absl::StatusOr<std::unique_ptr<AnchorLoad>> DeviceBackend::OpenAnchor(
                      !TakesRows(box);
             });
       });
-  if (needs_bounce) KEDGE_RETURN_IF_ERROR(ring_->AddBounce());
+  if (needs_bounce) KEDGE_RETURN_IF_ERROR(part_ring_->AddBounce());
   return load;
 }
 
@@ -911,53 +974,103 @@ absl::Status DeviceBackend::WritePiece(const Binding& binding,
   return absl::OkStatus();
 }
 
+absl::Status DeviceBackend::WritePart(const Binding& binding,
+                                      std::span<const AnchorPiece> pieces,
+                                      std::uint64_t begin, std::uint64_t end,
+                                      const PinnedRing::Use& slot,
+                                      std::uint64_t* units) {
+  for (const AnchorPiece& piece : pieces) {
+    const std::uint64_t from = std::max(piece.offset, begin);
+    const std::uint64_t to = std::min(piece.offset + piece.bytes, end);
+    if (from >= to) continue;
+    // Pieces and parts begin at multiples of kSliceAlignment.
+    const std::uint64_t unit_bytes =
+        UnitBytes(binding.table()[piece.tensor].dtype);
+    AnchorPiece part = piece;
+    part.offset = from;
+    part.bytes = to - from;
+    part.units.begin = piece.units.begin + (from - piece.offset) / unit_bytes;
+    part.units.end = part.units.begin + part.bytes / unit_bytes;
+    std::byte* const bounce = slot->bounce.data() == nullptr
+                                  ? nullptr
+                                  : slot->bounce.data() + (from - begin);
+    KEDGE_RETURN_IF_ERROR(WritePiece(binding, part,
+                                     slot->pinned.data() + (from - begin),
+                                     bounce, slot.stream(), units));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status DeviceBackend::WriteRead(const Binding& binding, AnchorLoad* load,
+                                      std::size_t read,
+                                      PinnedRing::Use* const slots[2],
+                                      std::size_t* turn,
+                                      std::atomic<std::uint64_t>* written) {
+  const std::span<const AnchorPiece> pieces = load->pieces(read);
+  std::vector<DataFiles::PieceSpan> spans;
+  spans.reserve(pieces.size());
+  for (const AnchorPiece& piece : pieces) {
+    spans.push_back({piece.number, piece.offset, piece.bytes});
+  }
+  std::uint64_t units = 0;
+  const auto place = [&](std::uint64_t begin,
+                         std::uint64_t) -> absl::StatusOr<std::byte*> {
+    if (begin == pieces.front().offset) units = 0;
+    PinnedRing::Use& slot = *slots[*turn % 2];
+    KEDGE_RETURN_IF_ERROR(slot.WaitForLast());
+    return slot->pinned.data();
+  };
+  const auto write = [&](std::uint64_t begin,
+                         std::uint64_t end) -> absl::Status {
+    PinnedRing::Use& slot = *slots[(*turn)++ % 2];
+    KEDGE_RETURN_IF_ERROR(WritePart(binding, pieces, begin, end, slot, &units));
+    return slot.EndOne();
+  };
+  std::size_t bad = pieces.size();
+  const absl::Status fetched = load->files().FetchParts(
+      pieces.front().file, spans, kPartBytes, place, write, &bad);
+  written->fetch_add(units, std::memory_order_relaxed);
+  if (fetched.ok() || bad == pieces.size()) return fetched;
+  return Annotate(
+      fetched,
+      absl::StrCat("tensor ", binding.table()[pieces[bad].tensor].name));
+}
+
 absl::Status DeviceBackend::WriteAnchor(const Binding& binding,
                                         AnchorLoad* load,
                                         std::uint64_t* units_written) {
-  std::atomic<std::uint64_t> written{0};
   const auto threads =
       static_cast<std::size_t>(context_->io_pool->thread_count());
-  absl::Status status = ring_->StartAfter(stream_);
+  std::atomic<std::uint64_t> written{0};
+  std::atomic<std::size_t> next{0};
+  std::atomic<bool> failed{false};
+  const auto work = [&](std::size_t) -> absl::Status {
+    KEDGE_ASSIGN_OR_RETURN(PinnedRing::Use one, part_ring_->Take());
+    KEDGE_ASSIGN_OR_RETURN(PinnedRing::Use other, part_ring_->Take());
+    PinnedRing::Use* const slots[] = {&one, &other};
+    std::size_t turn = 0;
+    while (!failed.load(std::memory_order_relaxed)) {
+      const std::size_t i = next.fetch_add(1, std::memory_order_relaxed);
+      if (i >= load->read_count()) break;
+      // While this is hashed and copied, storage works on what comes next.
+      if (i < threads) load->Expect(i);
+      load->Expect(i + threads);
+      const absl::Status read =
+          WriteRead(binding, load, i, slots, &turn, &written);
+      if (!read.ok()) {
+        failed.store(true, std::memory_order_relaxed);
+        return read;
+      }
+    }
+    return absl::OkStatus();
+  };
+  absl::Status status = part_ring_->StartAfter(stream_);
   if (status.ok()) {
-    status = ParallelFor(
-        context_->io_pool, load->read_count(),
-        [&](std::size_t i) -> absl::Status {
-          const std::span<const AnchorPiece> pieces = load->pieces(i);
-          KEDGE_ASSIGN_OR_RETURN(const PinnedRing::Use slot, ring_->Take());
-          // While this is hashed and copied, storage works on what comes next.
-          if (i < threads) load->Expect(i);
-          load->Expect(i + threads);
-          std::vector<DataFiles::PieceSpan> spans;
-          spans.reserve(pieces.size());
-          for (const AnchorPiece& piece : pieces) {
-            spans.push_back({piece.number, piece.offset, piece.bytes});
-          }
-          std::size_t bad = pieces.size();
-          const absl::Status fetched = load->files().FetchChecked(
-              pieces.front().file, spans, slot->pinned.data(), &bad);
-          if (!fetched.ok() && bad < pieces.size()) {
-            return Annotate(
-                fetched,
-                absl::StrCat("tensor ",
-                             binding.table()[pieces[bad].tensor].name));
-          }
-          KEDGE_RETURN_IF_ERROR(fetched);
-          std::uint64_t units = 0;
-          for (const AnchorPiece& piece : pieces) {
-            const std::uint64_t at = piece.offset - pieces.front().offset;
-            std::byte* const bounce = slot->bounce.data() == nullptr
-                                          ? nullptr
-                                          : slot->bounce.data() + at;
-            KEDGE_RETURN_IF_ERROR(WritePiece(binding, piece,
-                                             slot->pinned.data() + at, bounce,
-                                             slot.stream(), &units));
-          }
-          written.fetch_add(units, std::memory_order_relaxed);
-          return absl::OkStatus();
-        });
+    status = ParallelFor(context_->io_pool,
+                         std::min(threads, load->read_count()), work);
   }
   // Also after an error: weights are in flight.
-  status.Update(ring_->WaitForAll());
+  status.Update(part_ring_->WaitForAll());
   *units_written += written.load();
   return status;
 }

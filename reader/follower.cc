@@ -29,6 +29,9 @@ bool UseMapping(FileSystem& fs, const FollowerOptions& options) {
   if (options.read_mode != ReadMode::kAuto) {
     return options.read_mode == ReadMode::kMap;
   }
+  // On its way to a device every byte is copied once anyhow: a mapping would
+  // add its page faults.
+  if (options.device != nullptr) return false;
   const auto kind = fs.KindOf(options.store_path);
   return kind.ok() && *kind == StorageKind::kLocal;
 }
@@ -180,6 +183,7 @@ absl::Status Follower::Impl::Run(UpdateResult* result) {
   };
   absl::Status status = write_and_verify();
   while (!status.ok() && next.chain.anchor != nullptr) {
+    next.reads_beside = false;
     if (absl::Status older = UseOlderAnchor(status, &next); !older.ok()) {
       status = older;
       break;
@@ -200,11 +204,23 @@ absl::Status Follower::Impl::Run(UpdateResult* result) {
   return absl::OkStatus();
 }
 
+absl::Status Follower::Impl::WriteAnchor(Prepared* next, UpdateResult* result) {
+  absl::Status read;
+  std::thread reader;
+  if (next->reads_beside) {
+    reader = std::thread([&] { read = ReadDeltas(next); });
+  }
+  const absl::Status written = backend->WriteAnchor(
+      *next->binding, next->anchor.get(), &result->units_written);
+  if (reader.joinable()) reader.join();
+  KEDGE_RETURN_IF_ERROR(written);
+  return read;
+}
+
 absl::Status Follower::Impl::Write(Prepared* next, UpdateResult* result) {
   const Clock::time_point start = Clock::now();
   if (next->anchor != nullptr) {
-    KEDGE_RETURN_IF_ERROR(backend->WriteAnchor(
-        *next->binding, next->anchor.get(), &result->units_written));
+    KEDGE_RETURN_IF_ERROR(WriteAnchor(next, result));
   }
   ApplyCounts counts;
   absl::Status applied;
@@ -214,7 +230,7 @@ absl::Status Follower::Impl::Write(Prepared* next, UpdateResult* result) {
     next->applied += next->deltas.size();
     if (next->applied == next->chain.deltas.size()) break;
     next->deltas.clear();
-    applied = StageDeltas(next);
+    applied = StageDeltas(next, /*read=*/true);
     if (!applied.ok()) break;
   }
   result->records += counts.records;

@@ -23,7 +23,8 @@
 
 namespace kedge {
 
-// How files are read. kAuto: kMap on local file systems, else kRead.
+// How files are read. kAuto: kMap on local file systems if the weights lie in
+// host memory, else kRead.
 enum class ReadMode { kAuto, kMap, kRead };
 
 enum class FollowerState {
@@ -41,7 +42,9 @@ struct FollowerOptions {
   std::string store_path;
   FileSystem* fs = nullptr;  // null: PosixFileSystem()
   ReadMode read_mode = ReadMode::kAuto;
-  int io_threads = 8;
+  // Of files. From memory (tmpfs, page cache) to a device eight do not fill the
+  // bus.
+  int io_threads = 12;
   int apply_threads = 0;  // 0: one per core
   // Where the weights lie. Null: in host memory. Else every target of every set
   // lies in memory of this device, which outlives the follower; records are
@@ -49,7 +52,8 @@ struct FollowerOptions {
   //
   // A pause is then one launch for each delta and one for all checksums; what
   // these need lies on the device before `pause` is called, and nothing is
-  // allocated in it. Pinned memory: 8 MiB for each I/O thread and four more.
+  // allocated in it. Open takes pinned memory: 64 MiB, and 8 MiB for each I/O
+  // thread.
   Device* device = nullptr;
   // The stream on which weights change and are summed; null: one that the
   // follower makes. `pause` leaves no other work on the weights in flight but

@@ -45,6 +45,8 @@ struct Prepared {
   // at once only the next ones.
   WeightBackend::Deltas deltas;
   std::size_t applied = 0;
+  // Deltas are read while the anchor is written, not before.
+  bool reads_beside = false;
   std::vector<std::uint64_t> l61;  // at the target, by ordinal
   TensorMask mask;                 // what a join has to write; empty: all
   // Steps of anchors that proved damaged, and how the first one did.
@@ -141,7 +143,10 @@ struct Follower::Impl {
   // Stages the deltas of the chain that come next, as many as there is room
   // for, at least one.
   absl::Status LoadDeltas(Prepared* next);
-  absl::Status StageDeltas(Prepared* next);  // without counting bytes of files
+  absl::Status WriteAnchor(Prepared* next, UpdateResult* result);
+  // Without counting bytes of files.
+  absl::Status StageDeltas(Prepared* next, bool read);
+  absl::Status ReadDeltas(Prepared* next);
   // Which tensors a join must write.
   TensorMask MaskOf(const Binding& bound,
                     const std::vector<Binding::Mismatch>& mismatches) const;

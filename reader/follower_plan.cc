@@ -12,6 +12,9 @@
 namespace kedge {
 namespace {
 
+// Deltas whose files are open before the first one is read.
+constexpr std::size_t kMaxUnread = 64;
+
 double SecondsSince(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start)
       .count();
@@ -249,6 +252,11 @@ absl::Status Follower::Impl::PrepareDeltas(std::vector<SharedStep> steps,
 absl::Status Follower::Impl::PrepareJoin(const SharedStep& target, Chain* chain,
                                          Clock::time_point start) {
   KEDGE_ASSIGN_OR_RETURN(Prepared next, PlanJoin(target, chain));
+  // Weights that are of a version stay as they are until all that is needed to
+  // change them has been read. With others there is nothing to lose.
+  next.reads_beside =
+      options.device != nullptr && channel.alone() &&
+      (State() == FollowerState::kEmpty || State() == FollowerState::kPoisoned);
   KEDGE_RETURN_IF_ERROR(LoadChain(&next));
   next.seconds = SecondsSince(start);
   prepared = std::move(next);
@@ -401,14 +409,15 @@ TensorMask Follower::Impl::MaskOfChanged(const Prepared& next) const {
 
 absl::Status Follower::Impl::LoadDeltas(Prepared* next) {
   const std::uint64_t before = bytes_read.load();
-  KEDGE_RETURN_IF_ERROR(StageDeltas(next));
+  KEDGE_RETURN_IF_ERROR(StageDeltas(next, !next->reads_beside));
   next->bytes_read += bytes_read.load() - before;
   return absl::OkStatus();
 }
 
-absl::Status Follower::Impl::StageDeltas(Prepared* next) {
+absl::Status Follower::Impl::StageDeltas(Prepared* next, bool read) {
   const std::vector<SharedStep>& steps = next->chain.deltas;
   while (next->applied + next->deltas.size() < steps.size()) {
+    if (!read && next->deltas.size() == kMaxUnread) break;
     const SharedStep& step = steps[next->applied + next->deltas.size()];
     KEDGE_ASSIGN_OR_RETURN(std::unique_ptr<StagedDelta> delta,
                            backend->Stage(next->binding, next->mask, step));
@@ -419,8 +428,16 @@ absl::Status Follower::Impl::StageDeltas(Prepared* next) {
                        ": no room for it beside deltas of another "
                        "update"));
     }
+    if (read) KEDGE_RETURN_IF_ERROR(backend->Read(delta.get()));
     next->bytes_read += step->manifest_bytes + kCommitBytes;
     next->deltas.push_back(std::move(delta));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Follower::Impl::ReadDeltas(Prepared* next) {
+  for (const auto& delta : next->deltas) {
+    KEDGE_RETURN_IF_ERROR(backend->Read(delta.get()));
   }
   return absl::OkStatus();
 }

@@ -61,6 +61,7 @@ class HostBackend : public WeightBackend {
     return absl::OkStatus();
   }
 
+  // Reads it, too: memory is taken as it comes.
   absl::StatusOr<std::unique_ptr<StagedDelta>> Stage(
       const SharedBinding& binding, const TensorMask& mask,
       std::shared_ptr<const PublishedStep> step) override {
@@ -73,6 +74,8 @@ class HostBackend : public WeightBackend {
     }
     return std::unique_ptr<StagedDelta>(std::move(delta));
   }
+
+  absl::Status Read(StagedDelta*) override { return absl::OkStatus(); }
 
   absl::StatusOr<std::unique_ptr<AnchorLoad>> OpenAnchor(
       const Binding& binding, const TensorMask& mask,

@@ -7,14 +7,14 @@
 
 namespace kedge {
 
-absl::StatusOr<std::unique_ptr<PinnedRing>> PinnedRing::Create(Device* device,
-                                                               int slots) {
-  std::unique_ptr<PinnedRing> ring(new PinnedRing(device));
+absl::StatusOr<std::unique_ptr<PinnedRing>> PinnedRing::Create(
+    Device* device, int slots, std::uint64_t slot_bytes) {
+  std::unique_ptr<PinnedRing> ring(new PinnedRing(device, slot_bytes));
   KEDGE_ASSIGN_OR_RETURN(ring->start_, device->CreateEvent());
   for (int i = 0; i < slots; ++i) {
     auto slot = std::make_unique<Slot>();
     KEDGE_ASSIGN_OR_RETURN(slot->pinned,
-                           device->Allocate(MemoryKind::kPinned, kPieceBytes));
+                           device->Allocate(MemoryKind::kPinned, slot_bytes));
     KEDGE_ASSIGN_OR_RETURN(slot->stream, device->CreateStream());
     KEDGE_ASSIGN_OR_RETURN(slot->passed, device->CreateEvent());
     ring->slots_.push_back(std::move(slot));
@@ -30,7 +30,7 @@ absl::Status PinnedRing::AddBounce() {
   for (const auto& slot : slots_) {
     if (slot->bounce.data() != nullptr) continue;
     KEDGE_ASSIGN_OR_RETURN(slot->bounce,
-                           device_->Allocate(MemoryKind::kDevice, kPieceBytes));
+                           device_->Allocate(MemoryKind::kDevice, slot_bytes_));
   }
   return absl::OkStatus();
 }

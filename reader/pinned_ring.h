@@ -1,8 +1,8 @@
 #ifndef KEDGE_READER_PINNED_RING_H_
 #define KEDGE_READER_PINNED_RING_H_
 
-// Pinned buffers of a piece each on the way from files to a device, and the
-// streams that empty them.
+// Pinned buffers on the way from files to a device, and the streams that empty
+// them.
 
 #include <condition_variable>
 #include <cstdint>
@@ -27,7 +27,7 @@ absl::Status WaitOut(Device* device, DeviceStream stream);
 class PinnedRing {
  public:
   struct Slot {
-    DeviceMemory pinned;  // kPieceBytes
+    DeviceMemory pinned;  // [slot_bytes]
     DeviceMemory bounce;  // likewise on the device, once AddBounce was called
     OwnedStream stream;   // of whoever has taken the slot
     OwnedEvent passed;    // the last use
@@ -47,6 +47,14 @@ class PinnedRing {
     }
     Slot* operator->() const { return slot_; }
     DeviceStream stream() const { return slot_->stream.get(); }
+    // For one who keeps the slot: what was enqueued until now is a use of its
+    // own, and WaitForLast waits for that.
+    absl::Status EndOne() {
+      return ring_->device_->Record(slot_->passed.get(), stream());
+    }
+    absl::Status WaitForLast() {
+      return ring_->device_->WaitForEvent(slot_->passed.get());
+    }
 
    private:
     PinnedRing* ring_;
@@ -54,8 +62,8 @@ class PinnedRing {
   };
 
   // All memory is allocated here. `device` outlives the ring.
-  static absl::StatusOr<std::unique_ptr<PinnedRing>> Create(Device* device,
-                                                            int slots);
+  static absl::StatusOr<std::unique_ptr<PinnedRing>> Create(
+      Device* device, int slots, std::uint64_t slot_bytes);
   ~PinnedRing();  // waits
   // Gives every slot its `bounce`, unless it has one.
   absl::Status AddBounce();
@@ -70,10 +78,12 @@ class PinnedRing {
   absl::Status WaitForAll();
 
  private:
-  explicit PinnedRing(Device* device) : device_(device) {}
+  PinnedRing(Device* device, std::uint64_t slot_bytes)
+      : device_(device), slot_bytes_(slot_bytes) {}
   void Give(Slot* slot);
 
   Device* device_;
+  std::uint64_t slot_bytes_;
   std::vector<std::unique_ptr<Slot>> slots_;
   OwnedEvent start_;
   std::mutex mutex_;

@@ -16,8 +16,8 @@ namespace kedge {
 // all.
 using TensorMask = std::vector<bool>;
 
-// The records of one step that held boxes need, read, checked, and lying where
-// they are applied from. Of one backend, which outlives it.
+// The records of one step that held boxes need, and where they are applied
+// from. Of one backend, which outlives it.
 class StagedDelta {
  public:
   explicit StagedDelta(std::shared_ptr<const PublishedStep> step)

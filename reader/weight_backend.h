@@ -26,7 +26,8 @@ namespace kedge {
 // Nothing is in flight on weights or files when a call returns, whether it
 // failed or not.
 //
-// Thread safety: one thread at a time.
+// Thread safety: one thread at a time, but that Read may run beside WriteAnchor
+// on a device.
 class WeightBackend {
  public:
   using SharedBinding = std::shared_ptr<const Binding>;
@@ -44,15 +45,20 @@ class WeightBackend {
   // nothing.
   virtual absl::Status Prepare(const SharedBinding& binding) = 0;
 
-  // Reads what boxes need of `step`, each piece once; all pieces are hashed
-  // and, if the follower's options say so, all records decoded and compared
-  // with the manifest. Null: there is no room beside the deltas that are staged
-  // already; nothing was read then.
+  // Plans the reads of what boxes need of `step`, opens its files, and takes
+  // the memory. Null: there is no room beside the deltas that are staged
+  // already.
   //
-  // Errors: kDataLoss names file, offset and tensor; kResourceExhausted
+  // Errors: kResourceExhausted if there is no room at all
   virtual absl::StatusOr<std::unique_ptr<StagedDelta>> Stage(
       const SharedBinding& binding, const TensorMask& mask,
       std::shared_ptr<const PublishedStep> step) = 0;
+  // Reads what was staged, each piece once; all pieces are hashed and, if the
+  // follower's options say so, all records decoded and compared with the
+  // manifest. Once for each delta, before Apply.
+  //
+  // Errors: kDataLoss names file, offset and tensor
+  virtual absl::Status Read(StagedDelta* delta) = 0;
 
   // Plans the reads of an anchor, opens its files, and takes the memory that
   // WriteAnchor needs.
@@ -62,8 +68,8 @@ class WeightBackend {
 
   // -------------------------------------------------------- during the pause
   // Every needed unit into the bound boxes; adds their number to
-  // `*units_written`. A piece is hashed before a byte of it reaches the
-  // weights. An error leaves them in part written.
+  // `*units_written`. Pieces are hashed on their way. An error leaves the
+  // weights in part written.
   virtual absl::Status WriteAnchor(const Binding& binding, AnchorLoad* load,
                                    std::uint64_t* units_written) = 0;
 

@@ -7,28 +7,6 @@
 #include "kedge/format/status.h"
 
 namespace kedge {
-namespace {
-
-absl::Status CheckHash(absl::string_view path, std::uint64_t offset,
-                       std::uint64_t bytes, std::uint64_t expected_hash,
-                       const PieceKey& key, std::uint64_t found) {
-  if (found == expected_hash) return absl::OkStatus();
-  const std::string where = absl::StrCat(path, ": offset ", offset);
-  const std::string what =
-      absl::StrCat("hash of piece ", key.piece, " (", bytes, " bytes)");
-  const std::string expected_text = Hex64(expected_hash);
-  const std::string found_text = Hex64(found);
-  Problem problem;
-  problem.where = where;
-  problem.what = what;
-  problem.expected = expected_text;
-  problem.found = found_text;
-  problem.advice = "run `kedge fsck`";
-  return DataLoss(problem);
-}
-
-}  // namespace
-
 absl::StatusOr<std::uint64_t> WritePiece(File& file, std::uint64_t offset,
                                          std::span<const std::byte> bytes,
                                          const PieceKey& key,
@@ -57,15 +35,34 @@ absl::Status ReadPiece(File& file, std::uint64_t offset,
     hasher.Update(block);
     done += block.size();
   }
-  return CheckHash(file.path(), offset, out.size(), expected_hash, key,
-                   hasher.Finish());
+  return CheckPieceHash(file.path(), offset, out.size(), expected_hash, key,
+                        hasher.Finish());
 }
 
 absl::Status CheckPiece(absl::string_view path, std::uint64_t offset,
                         std::uint64_t expected_hash, const PieceKey& key,
                         std::span<const std::byte> bytes) {
-  return CheckHash(path, offset, bytes.size(), expected_hash, key,
-                   HashPiece(key.run, key.step, key.file, key.piece, bytes));
+  return CheckPieceHash(
+      path, offset, bytes.size(), expected_hash, key,
+      HashPiece(key.run, key.step, key.file, key.piece, bytes));
+}
+
+absl::Status CheckPieceHash(absl::string_view path, std::uint64_t offset,
+                            std::uint64_t bytes, std::uint64_t expected_hash,
+                            const PieceKey& key, std::uint64_t found) {
+  if (found == expected_hash) return absl::OkStatus();
+  const std::string where = absl::StrCat(path, ": offset ", offset);
+  const std::string what =
+      absl::StrCat("hash of piece ", key.piece, " (", bytes, " bytes)");
+  const std::string expected_text = Hex64(expected_hash);
+  const std::string found_text = Hex64(found);
+  Problem problem;
+  problem.where = where;
+  problem.what = what;
+  problem.expected = expected_text;
+  problem.found = found_text;
+  problem.advice = "run `kedge fsck`";
+  return DataLoss(problem);
 }
 
 }  // namespace kedge

@@ -52,6 +52,10 @@ absl::Status ReadPiece(File& file, std::uint64_t offset,
 absl::Status CheckPiece(absl::string_view path, std::uint64_t offset,
                         std::uint64_t expected_hash, const PieceKey& key,
                         std::span<const std::byte> bytes);
+// The same of `bytes` bytes whose hash is known.
+absl::Status CheckPieceHash(absl::string_view path, std::uint64_t offset,
+                            std::uint64_t bytes, std::uint64_t expected_hash,
+                            const PieceKey& key, std::uint64_t found);
 
 }  // namespace kedge
 

@@ -310,7 +310,7 @@ TEST(CapiArgumentsTest, InitShowsTheDefaults) {
             KEDGE_OK);
   EXPECT_EQ(reader.device_stage_bytes, std::uint64_t{4} << 30);
   EXPECT_EQ(reader.read_mode, KEDGE_READ_AUTO);
-  EXPECT_EQ(reader.io_threads, 8);
+  EXPECT_EQ(reader.io_threads, 12);
   EXPECT_EQ(reader.directory_interval_ms, 30'000u);
   EXPECT_EQ(reader.retry_deadline_ms, 10'000u);
   EXPECT_EQ(reader.lease_renewal_ms, 20'000u);
