@@ -87,9 +87,11 @@ struct Figures {
   Samples read_pass;    // of the guard's bytes, without a checksum
   Samples plain_write;  // of the step's files
   Samples commit_ratio;
-  Samples anchor_rate;  // plain_write / (pass + commit): of the plain rate
-  Samples bytes;        // of the step directory without its anchor
-  Samples bits;         // thereof per parameter
+  // What a trainer without kedge takes for the same, its pass and then plain
+  // writes, as a share of pass + commit.
+  Samples anchor_rate;
+  Samples bytes;  // of the step directory without its anchor
+  Samples bits;   // thereof per parameter
   Samples anchor_bytes;
   Samples early_drains;
 };
@@ -446,7 +448,7 @@ absl::Status SeedTable::Step(std::uint64_t step, bool anchor,
   figures->read_pass.Add(read_seconds);
   figures->plain_write.Add(plain_write_seconds);
   figures->commit_ratio.Add(commit_seconds / plain_write_seconds);
-  figures->anchor_rate.Add(plain_write_seconds /
+  figures->anchor_rate.Add((plain_pass_seconds + plain_write_seconds) /
                            (pass_seconds + commit_seconds));
   figures->bytes.Add(static_cast<double>(bytes));
   figures->bits.Add(8 * static_cast<double>(bytes) /
@@ -725,7 +727,7 @@ void SeedTable::Print() const {
            "8 threads, fsync");
   PrintRow("  commit / plain writes", "", normal_.commit_ratio.Text(1, 2), "",
            "goal: at most 1.25");
-  PrintRow("  plain writes / (pass + commit)", "", "",
+  PrintRow("  plain pass + writes, as a share", "", "",
            anchor_.anchor_rate.Text(1, 3), "goal: at least 0.95");
   PrintRow("delta", InMiB(first_.bytes.Median()), InMiB(normal_.bytes.Median()),
            InMiB(anchor_.bytes.Median()), "");
@@ -779,7 +781,7 @@ JsonObject ToJson(const Figures& figures) {
       .Stats("read_only_pass_s", figures.read_pass)
       .Stats("plain_write_s", figures.plain_write)
       .Stats("commit_to_plain_write", figures.commit_ratio)
-      .Stats("plain_write_to_pass_and_commit", figures.anchor_rate)
+      .Stats("plain_pass_and_write_to_pass_and_commit", figures.anchor_rate)
       .Stats("delta_bytes", figures.bytes)
       .Stats("bits_per_parameter", figures.bits)
       .Stats("anchor_bytes", figures.anchor_bytes)
