@@ -82,6 +82,7 @@ struct Figures {
   Samples issue;        // until the last OnUpdate has returned
   Samples drain;        // EndStep
   Samples commit;       // Publish
+  Samples prepare;      // thereof, until only sealing is left
   Samples guard_wait;   // thereof, for the guard, which other work runs beside
   Samples guard;        // its checksums alone, by the device's clock
   Samples read_pass;    // of the guard's bytes, without a checksum
@@ -443,6 +444,7 @@ absl::Status SeedTable::Step(std::uint64_t step, bool anchor,
   figures->issue.Add(issue_seconds);
   figures->drain.Add(pass_seconds - issue_seconds);
   figures->commit.Add(commit_seconds);
+  figures->prepare.Add(result.publish.encode_seconds);
   figures->guard_wait.Add(result.guard_seconds);
   figures->guard.Add(guard_seconds);
   figures->read_pass.Add(read_seconds);
@@ -707,6 +709,8 @@ void SeedTable::Print() const {
            ms(normal_.drain), ms(anchor_.drain), "");
   PrintRow("commit after the call", first(first_.commit), ms(normal_.commit),
            ms(anchor_.commit), "");
+  PrintRow("  before files are sealed", first(first_.prepare),
+           ms(normal_.prepare), ms(anchor_.prepare), "");
   PrintRow("  wait for the guard in it", first(first_.guard_wait),
            ms(normal_.guard_wait), ms(anchor_.guard_wait), "");
   PrintRow("guard's checksums, alone", first(first_.guard), ms(normal_.guard),
@@ -776,6 +780,7 @@ JsonObject ToJson(const Figures& figures) {
       .Stats("issue_s", figures.issue)
       .Stats("drain_s", figures.drain)
       .Stats("commit_s", figures.commit)
+      .Stats("prepare_s", figures.prepare)
       .Stats("guard_wait_s", figures.guard_wait)
       .Stats("guard_checksums_s", figures.guard)
       .Stats("read_only_pass_s", figures.read_pass)

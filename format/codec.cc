@@ -21,13 +21,12 @@ class BitWriter {
   explicit BitWriter(std::vector<std::byte>* out) : out_(out) {}
 
   void Put(std::uint64_t value, std::uint32_t width) {  // width <= 33
-    while (width > 0) {
-      const std::uint32_t take = std::min(width, 8 - used_);
-      pending_ |= (value & ((1u << take) - 1)) << used_;
-      value >>= take;
-      width -= take;
-      used_ += take;
-      if (used_ == 8) Flush();
+    pending_ |= (value & ((std::uint64_t{1} << width) - 1)) << used_;
+    used_ += width;
+    while (used_ >= 32) {
+      Append(4);
+      pending_ >>= 32;
+      used_ -= 32;
     }
   }
   void PutUnary(std::uint64_t zeros) {
@@ -35,18 +34,19 @@ class BitWriter {
     Put(std::uint64_t{1} << zeros, static_cast<std::uint32_t>(zeros) + 1);
   }
   void PadToByte() {
-    if (used_ > 0) Flush();
-  }
-
- private:
-  void Flush() {
-    out_->push_back(static_cast<std::byte>(pending_));
+    Append((used_ + 7) / 8);
     pending_ = 0;
     used_ = 0;
   }
+
+ private:
+  void Append(std::size_t bytes) {
+    const auto* from = reinterpret_cast<const std::byte*>(&pending_);
+    out_->insert(out_->end(), from, from + bytes);
+  }
   std::vector<std::byte>* out_;
   std::uint64_t pending_ = 0;
-  std::uint32_t used_ = 0;
+  std::uint32_t used_ = 0;  // bits of it, below 32
 };
 
 // Reads bit fields; past the end it returns zeros and remembers that it did.

@@ -173,27 +173,31 @@ absl::Status StagingDirectory::WriteCommit(std::span<const std::byte> manifest,
   const bool seals = stage_ == Stage::kWriting;
   KEDGE_RETURN_IF_ERROR(
       CheckStage(seals ? Stage::kWriting : Stage::kSealed, "WriteCommit"));
-  names_.emplace_back(kManifestFileName);
-  names_.emplace_back(kCommitFileName);
-  {
-    // Nobody looks in here before the rename, so that the order in which files
-    // reach the disk does not matter, and one wait is enough for all.
-    IoPool::Batch batch(&pool);
-    if (seals) {
-      for (const DataFile& data : files_) {
-        batch.Submit([&data] { return SealFile(*data.file, data.bytes); });
-      }
+  std::vector<std::unique_ptr<File>> files;
+  const auto write = [&](absl::string_view name,
+                         std::span<const std::byte> bytes) -> absl::Status {
+    names_.emplace_back(name);
+    KEDGE_ASSIGN_OR_RETURN(std::unique_ptr<File> file,
+                           fs_->CreateExclusive(JoinPath(path_, name)));
+    files.push_back(std::move(file));
+    return WriteAll(*files.back(), 0, bytes);
+  };
+  KEDGE_RETURN_IF_ERROR(Poison(write(kManifestFileName, manifest)));
+  KEDGE_RETURN_IF_ERROR(Poison(write(kCommitFileName, commit)));
+  // Nobody looks in here before the rename, so that the order in which files
+  // and their names reach the disk does not matter, and one wait is enough for
+  // all of them.
+  IoPool::Batch batch(&pool);
+  if (seals) {
+    for (const DataFile& data : files_) {
+      batch.Submit([&data] { return SealFile(*data.file, data.bytes); });
     }
-    batch.Submit([&] {
-      return WriteNewFile(*fs_, JoinPath(path_, kManifestFileName), manifest);
-    });
-    batch.Submit([&] {
-      return WriteNewFile(*fs_, JoinPath(path_, kCommitFileName), commit);
-    });
-    KEDGE_RETURN_IF_ERROR(Poison(batch.Wait()));
   }
-  // The names must be on the disk before the directory can be seen.
-  KEDGE_RETURN_IF_ERROR(Poison(fs_->SyncDirectory(path_)));
+  for (const std::unique_ptr<File>& file : files) {
+    batch.Submit([&file] { return SealFile(*file, 0); });
+  }
+  batch.Submit([&] { return fs_->SyncDirectory(path_); });
+  KEDGE_RETURN_IF_ERROR(Poison(batch.Wait()));
   stage_ = Stage::kCommitted;
   return absl::OkStatus();
 }
