@@ -19,6 +19,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kedge/engine/cpu/cpu_device.h"
+#include "kedge/format/fixed_files.h"
 #include "kedge/reader/follower.h"
 #include "kedge/tests/engine/device/test_device.h"
 #include "kedge/tests/reader/engine_memory.h"
@@ -1009,6 +1010,26 @@ TEST_F(DeviceFollowerTest, ACallThatFailsDuringAJoinIsHealedByTheNext) {
     k += kFaultStride - 1;
   }
   EXPECT_GT(k, 30);
+}
+
+// A join into memory of no version reads deltas beside the anchor.
+TEST_F(DeviceFollowerTest, ADeltaThatAJoinCannotReadIsNamedAndHealedLater) {
+  run_.PublishUpTo(3, 2);
+  const std::vector<std::string> files = DataFilesOf(run_.StepPath(3));
+  ASSERT_FALSE(files.empty());
+  memory_.Fill(std::byte{0x44});
+  const auto follower = run_.Open(memory_, Options());
+  ASSERT_NE(follower, nullptr);
+  FlipByte(files.front(), kDataFileHeaderBytes + 9);
+  const absl::Status status = follower->Join().status();
+  EXPECT_TRUE(absl::IsDataLoss(status)) << status;
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("step_00000003/delta-r000-000"));
+  EXPECT_EQ(follower->state(), FollowerState::kPoisoned);
+  FlipByte(files.front(), kDataFileHeaderBytes + 9);
+  const auto again = follower->Join();
+  ASSERT_TRUE(again.ok()) << again.status();
+  EXPECT_EQ(memory_.Difference(run_.at(3)), "");
 }
 
 // Where an update of a group fails, and on which rank.
