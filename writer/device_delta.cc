@@ -527,19 +527,45 @@ absl::Status DeviceDelta::Drain(StoreWriter::DeltaAttempt* attempt) {
     return device_->Record(drained_[to].get(), stream);
   };
 
-  const absl::Status drained = [&]() -> absl::Status {
+  // A buffer's parts on their way into the attempt.
+  Assembly assemblies[2];
+  const auto settle = [&](int i) -> absl::Status {
+    if (!assemblies[i].batch) return absl::OkStatus();
+    const absl::Status status = assemblies[i].batch->Wait();
+    assemblies[i].batch.reset();
+    return status;
+  };
+  const auto assemble = [&](int i, const Group& group, const std::byte* bytes) {
+    Assembly& assembly = assemblies[i];
+    assembly.parts = parts_of(group);
+    assembly.bytes = bytes;
+    assembly.begin = group.begin;
+    assembly.next = 0;
+    assembly.attempt = attempt;
+    assembly.batch.emplace(pool_);
+    const std::size_t tasks = std::min<std::size_t>(
+        static_cast<std::size_t>(pool_->thread_count()), assembly.parts.size());
+    for (std::size_t t = 0; t < tasks; ++t) {
+      assembly.batch->Submit([this, &assembly] { return Assemble(&assembly); });
+    }
+  };
+
+  absl::Status drained = [&]() -> absl::Status {
     if (chunks_.empty()) return absl::OkStatus();
     Group group = group_from(0);
     KEDGE_RETURN_IF_ERROR(fetch(group, 0));
     for (int at = 0;; at ^= 1) {
       const bool last = group.end == chunks_.size();
       const Group next = last ? Group{} : group_from(group.end);
-      if (!last) KEDGE_RETURN_IF_ERROR(fetch(next, at ^ 1));
       if (group.bytes <= bounce_bytes_) {
         KEDGE_RETURN_IF_ERROR(device_->WaitForEvent(drained_[at].get()));
-        KEDGE_RETURN_IF_ERROR(
-            Assemble(parts_of(group), bounce_[at], group.begin, attempt));
-      } else {
+        assemble(at, group, bounce_[at]);
+      }
+      // The other buffer is free when what came before is assembled; threads
+      // are at work on this one meanwhile.
+      KEDGE_RETURN_IF_ERROR(settle(at ^ 1));
+      if (!last) KEDGE_RETURN_IF_ERROR(fetch(next, at ^ 1));
+      if (group.bytes > bounce_bytes_) {
         std::vector<std::byte> whole(group.bytes);
         for (std::uint64_t done = 0; done < group.bytes;) {
           const std::uint64_t take =
@@ -550,61 +576,69 @@ absl::Status DeviceDelta::Drain(StoreWriter::DeltaAttempt* attempt) {
           std::memcpy(whole.data() + done, bounce_[at], take);
           done += take;
         }
-        KEDGE_RETURN_IF_ERROR(
-            Assemble(parts_of(group), whole.data(), group.begin, attempt));
+        assemble(at, group, whole.data());
+        KEDGE_RETURN_IF_ERROR(settle(at));
       }
-      if (last) return absl::OkStatus();
+      if (last) return settle(at);
       group = next;
     }
   }();
+  for (const int i : {0, 1}) drained.Update(settle(i));
   // No copy goes on into a buffer that is used again.
   if (!drained.ok()) device_->WaitForStream(stream).IgnoreError();
   return drained;
 }
 
-absl::Status DeviceDelta::Assemble(std::span<const Part> parts,
-                                   const std::byte* ring_bytes,
-                                   std::uint64_t ring_begin,
-                                   StoreWriter::DeltaAttempt* attempt) {
-  std::atomic<std::size_t> next{0};
-  const auto assemble = [&]() -> absl::Status {
-    RecordBuilder builder;
-    std::vector<std::byte> record;
-    for (;;) {
-      const std::size_t i = next.fetch_add(1, std::memory_order_relaxed);
-      if (i >= parts.size()) return absl::OkStatus();
-      const Part& part = parts[i];
-      builder.Start(part.tiles);
-      for (std::size_t t = part.first_tile;
-           t < part.first_tile + part.tile_count; ++t) {
-        const Tile& tile = tiles_[t];
-        const std::byte* const payload = ring_bytes +
-                                         (part.payload - ring_begin) +
-                                         tile.payload * kArenaAlignment;
-        builder.payload()->insert(builder.payload()->end(), payload,
-                                  payload + tile.bytes);
-        TileHeader header;
-        header.mode = static_cast<TileMode>(tile.mode);
-        header.a = tile.a;
-        header.b = tile.b;
-        header.bytes = tile.bytes;
-        builder.AddTile(part.tiles.first + tile.tile, header, tile.nnz);
-      }
-      record.clear();
-      DeltaRecord entry;
-      entry.bytes = static_cast<std::uint32_t>(builder.Finish(&record));
-      entry.tensor = part.tensor;
-      entry.slice = part.units;
-      entry.nnz = part.nnz;
-      entry.l61 = part.l61;
-      KEDGE_RETURN_IF_ERROR(attempt->Add(entry, record));
+// One of several that share the parts of an assembly.
+absl::Status DeviceDelta::Assemble(Assembly* assembly) {
+  std::unique_ptr<Scratch> scratch;
+  {
+    const std::lock_guard<std::mutex> lock(scratch_mutex_);
+    if (!scratches_.empty()) {
+      scratch = std::move(scratches_.back());
+      scratches_.pop_back();
     }
-  };
-  const std::size_t tasks = std::min<std::size_t>(
-      static_cast<std::size_t>(pool_->thread_count()), parts.size());
-  IoPool::Batch batch(pool_);
-  for (std::size_t i = 0; i < tasks; ++i) batch.Submit(assemble);
-  return batch.Wait();
+  }
+  if (scratch == nullptr) scratch = std::make_unique<Scratch>();
+  const absl::Status status = AssembleWith(assembly, scratch.get());
+  const std::lock_guard<std::mutex> lock(scratch_mutex_);
+  scratches_.push_back(std::move(scratch));
+  return status;
+}
+
+absl::Status DeviceDelta::AssembleWith(Assembly* assembly, Scratch* scratch) {
+  RecordBuilder& builder = scratch->builder;
+  std::vector<std::byte>& record = scratch->record;
+  for (;;) {
+    const std::size_t i =
+        assembly->next.fetch_add(1, std::memory_order_relaxed);
+    if (i >= assembly->parts.size()) return absl::OkStatus();
+    const Part& part = assembly->parts[i];
+    builder.Start(part.tiles);
+    for (std::size_t t = part.first_tile; t < part.first_tile + part.tile_count;
+         ++t) {
+      const Tile& tile = tiles_[t];
+      const std::byte* const payload = assembly->bytes +
+                                       (part.payload - assembly->begin) +
+                                       tile.payload * kArenaAlignment;
+      builder.payload()->insert(builder.payload()->end(), payload,
+                                payload + tile.bytes);
+      TileHeader header;
+      header.mode = static_cast<TileMode>(tile.mode);
+      header.a = tile.a;
+      header.b = tile.b;
+      header.bytes = tile.bytes;
+      builder.AddTile(part.tiles.first + tile.tile, header, tile.nnz);
+    }
+    record.clear();
+    DeltaRecord entry;
+    entry.bytes = static_cast<std::uint32_t>(builder.Finish(&record));
+    entry.tensor = part.tensor;
+    entry.slice = part.units;
+    entry.nnz = part.nnz;
+    entry.l61 = part.l61;
+    KEDGE_RETURN_IF_ERROR(assembly->attempt->Add(entry, record));
+  }
 }
 
 }  // namespace kedge

@@ -6,6 +6,7 @@
 // that keeps it all moving, and the way into segments. Private to writer/. See
 // docs/hook.md.
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
@@ -22,6 +23,7 @@
 #include "absl/status/statusor.h"
 #include "kedge/engine/device/device.h"
 #include "kedge/engine/io/io_pool.h"
+#include "kedge/format/codec.h"
 #include "kedge/writer/store_writer.h"
 
 namespace kedge {
@@ -199,6 +201,20 @@ class DeviceDelta {
     std::uint64_t l61 = 0;
     std::uint64_t payload = 0;  // in the ring: of its chunk
   };
+  // Parts that several threads make records of.
+  struct Assembly {
+    std::span<const Part> parts;
+    const std::byte* bytes = nullptr;  // the ring's, from `begin` on
+    std::uint64_t begin = 0;
+    StoreWriter::DeltaAttempt* attempt = nullptr;
+    std::atomic<std::size_t> next{0};
+    std::optional<IoPool::Batch> batch;
+  };
+  // What a thread needs for that; kept from step to step.
+  struct Scratch {
+    RecordBuilder builder;
+    std::vector<std::byte> record;
+  };
   // What a chunk left in the ring.
   struct Chunk {
     std::uint64_t begin = 0;  // in the ring
@@ -224,9 +240,8 @@ class DeviceDelta {
                         std::uint64_t arena_bytes);
   void Note(const Slot& slot);
   absl::Status DrainEarly();
-  absl::Status Assemble(std::span<const Part> parts,
-                        const std::byte* ring_bytes, std::uint64_t ring_begin,
-                        StoreWriter::DeltaAttempt* attempt);
+  absl::Status Assemble(Assembly* assembly);
+  absl::Status AssembleWith(Assembly* assembly, Scratch* scratch);
   void DropParts();
 
   DeviceDeltaOptions options_;
@@ -269,6 +284,9 @@ class DeviceDelta {
   std::vector<Chunk> chunks_;
   std::vector<Part> parts_;
   std::vector<Tile> tiles_;
+  std::mutex scratch_mutex_;
+  std::vector<std::unique_ptr<Scratch>> scratches_
+      ABSL_GUARDED_BY(scratch_mutex_);
 
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
