@@ -415,8 +415,8 @@ typedef struct kedge_hook_options {
   size_t residual_count;
   const kedge_quantised_tensor* quantised;
   size_t quantised_count;
-  uint64_t chunk_bytes; /* longest update that is not cut; default 32 MiB. Two
-                           slots of twice this lie on the device */
+  uint64_t chunk_bytes; /* longest update that is not cut; default 32 MiB.
+                           Memory for four of these lies on the device */
   uint64_t ring_bytes;  /* device memory for encoded parts; default 256 MiB */
   uint64_t deadline_ms; /* of any wait for device or storage; default 600,000 */
 } kedge_hook_options;

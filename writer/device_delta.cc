@@ -165,6 +165,7 @@ void DeviceDelta::BeginStep(StoreWriter::DeltaAttempt* attempt,
   DropParts();
   const std::lock_guard<std::mutex> lock(mutex_);
   status_ = absl::OkStatus();
+  arrival_ = absl::OkStatus();
 }
 
 absl::StatusOr<DeviceDelta::Slot*> DeviceDelta::WaitForSlot(std::uint64_t bytes,
@@ -240,6 +241,7 @@ absl::Status DeviceDelta::Upload(const Slot& slot, DeviceStream stream) {
 }
 
 std::uint64_t DeviceDelta::Submit(bool filled, const absl::Status& status) {
+  KEDGE_DCHECK(filled || !status.ok());
   std::uint64_t number;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -260,7 +262,8 @@ absl::Status DeviceDelta::WaitUntilIdle() {
     return absl::UnavailableError(
         absl::StrCat(device_->name(), ": ", submitted_ - diffed_count_,
                      " chunks were not diffed in ", options_.deadline.count(),
-                     " ms; the device or the storage hangs"));
+                     " ms, and their parameters may not have the new weights "
+                     "yet; the device or the storage hangs"));
   }
   return absl::OkStatus();
 }
@@ -269,6 +272,11 @@ absl::Status DeviceDelta::WaitForAll() {
   KEDGE_RETURN_IF_ERROR(WaitUntilIdle());
   const std::lock_guard<std::mutex> lock(mutex_);
   return status_;
+}
+
+absl::Status DeviceDelta::arrival() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return arrival_;
 }
 
 absl::StatusOr<bool> DeviceDelta::HasPassed(std::uint64_t number) const {
@@ -313,13 +321,12 @@ void DeviceDelta::Work() {
       status = status_.ok() ? slot->status : status_;
     }
     if (status.ok()) status = Diff(*slot);
-    absl::Status updated;
-    if (!status.ok() && slot->filled) updated = UpdateAnyway(*slot);
+    absl::Status arrived;
+    if (!status.ok()) arrived = UpdateAnyway(*slot);
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       status_.Update(status);
-      // Worse than a delta that is lost.
-      if (!updated.ok()) status_ = updated;
+      arrival_.Update(arrived);
       ++diffed_count_;
     }
     changed_.notify_all();
@@ -336,15 +343,18 @@ absl::Status DeviceDelta::UpdateAnyway(const Slot& slot) {
   const auto wait = [&] {
     return device_->WaitForStream(encode_stream_.get());
   };
-  const absl::Status updated = [&]() -> absl::Status {
-    KEDGE_RETURN_IF_ERROR(
-        twice([&] { return device_->WaitForEvent(slot.arrived); }));
-    KEDGE_RETURN_IF_ERROR(twice(wait));
-    KEDGE_RETURN_IF_ERROR(twice([&] { return CopyOnDevice(slot.update); }));
-    return twice(wait);
-  }();
+  absl::Status updated =
+      twice([&] { return device_->WaitForEvent(slot.arrived); });
+  updated.Update(twice(wait));
+  if (!slot.filled) return absl::OkStatus();
+  if (updated.ok()) {
+    updated = twice([&] { return CopyOnDevice(slot.update); });
+    updated.Update(twice(wait));
+  }
   if (updated.ok()) return updated;
-  return Annotate(updated, "a range of new weights did not arrive");
+  return Annotate(
+      updated,
+      absl::StrCat(slot.update.bytes, " bytes of new weights did not arrive"));
 }
 
 absl::Status DeviceDelta::CopyOnDevice(const Slot::DeviceCopy& what) {
@@ -424,7 +434,7 @@ absl::Status DeviceDelta::Diff(Slot& slot) {
 
   const std::uint64_t used =
       keeps && slot.kept_slices > 0 ? totals_out_->arena_bytes : 0;
-  if (used > room) {
+  if (used > slot.payload_bound || used > room) {
     return absl::InternalError(absl::StrCat(
         device_->name(), ": parts of a chunk: expected at most ",
         slot.payload_bound, " bytes, found ", used,

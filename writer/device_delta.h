@@ -150,8 +150,8 @@ class DeviceDelta {
   // bytes: on `stream`, in which they follow. (A copy to the device waits for
   // those enqueued before it, also on other streams.)
   absl::Status Upload(const Slot& slot, DeviceStream stream);
-  // Hands the slot on. Not `filled`: the caller has seen to the update. With
-  // that, or a `status` that is not OK, the step's delta is lost. Returns the
+  // Hands the slot on. `status` not OK: the step's delta is lost. Not `filled`,
+  // which is a reason for that: the caller has seen to the update. Returns the
   // chunk's number, from 1.
   std::uint64_t Submit(bool filled, const absl::Status& status);
   // Waits until every chunk is diffed or given up, and its update done.
@@ -159,6 +159,10 @@ class DeviceDelta {
   absl::Status WaitUntilIdle();
   // The same, and the first error of any chunk since BeginStep.
   absl::Status WaitForAll();
+
+  // After WaitUntilIdle: not OK if a chunk's new bytes are not where they
+  // belong, which is worse than a delta that is lost.
+  absl::Status arrival() const;
 
   // Whether the source of chunk `number` is free. From any thread.
   absl::StatusOr<bool> HasPassed(std::uint64_t number) const;
@@ -230,7 +234,7 @@ class DeviceDelta {
   void Work();
   // Enqueues the update too.
   absl::Status Diff(Slot& slot);
-  // The update, after a Diff that failed.
+  // After a Diff that failed or was not made.
   absl::Status UpdateAnyway(const Slot& slot);
   absl::Status CopyOnDevice(const Slot::DeviceCopy& what);
   absl::Status Quantise(Slot& slot);
@@ -293,7 +297,8 @@ class DeviceDelta {
   std::uint64_t submitted_ ABSL_GUARDED_BY(mutex_) = 0;
   std::uint64_t diffed_count_ ABSL_GUARDED_BY(mutex_) = 0;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  absl::Status status_ ABSL_GUARDED_BY(mutex_);  // of the step
+  absl::Status status_ ABSL_GUARDED_BY(mutex_);   // of the step
+  absl::Status arrival_ ABSL_GUARDED_BY(mutex_);  // likewise
   std::thread worker_;
 };
 

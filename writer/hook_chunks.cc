@@ -80,16 +80,16 @@ bool OptimizerHook::Impl::DescribeQuantised(std::uint32_t parameter,
         const std::uint64_t whole_end =
             to == count ? count : to / block_row * block_row;
         // Element `e` of the part, old and new.
-        const auto at = [&](int is_new, std::uint64_t e) {
+        const auto at = [&](bool is_new, std::uint64_t e) {
           const std::uint64_t byte = mapped.begin + 2 * e;
-          return is_new != 0 ? slot->bytes + (byte - begin) : weights + byte;
+          return is_new ? slot->bytes + (byte - begin) : weights + byte;
         };
         // Elements [e, e_end) of an open block. Without a carry the step has
         // failed.
         const auto carry_over = [&](DeviceDelta::Slot::DeviceCopy copies[2],
                                     std::uint64_t e, std::uint64_t e_end) {
           if (carry == kNoIndex) return;
-          for (const int is_new : {0, 1}) {
+          for (const bool is_new : {false, true}) {
             copies[is_new] = {CarryAt(carry, is_new) + 2 * (e % block_row),
                               at(is_new, e), 2 * (e_end - e)};
           }
@@ -122,10 +122,10 @@ bool OptimizerHook::Impl::DescribeQuantised(std::uint32_t parameter,
             delta->quantised_scales(false) + scales_used,
             delta->quantised_scales(true) + scales_used};
         const auto add_task = [&](std::uint64_t e, std::uint64_t e_end,
-                                  const std::byte* source, int is_new) {
+                                  const std::byte* source, bool is_new) {
           // A step that starts over says nothing of what was there before it,
           // and looks for NaN in what is new.
-          if (rebased && is_new == 0) return;
+          if (rebased && !is_new) return;
           const std::uint64_t done = (e - whole_begin) / block_row;
           QuantiseTask task;
           task.source = source;
@@ -146,12 +146,12 @@ bool OptimizerHook::Impl::DescribeQuantised(std::uint32_t parameter,
           // Its first rows came before, and wait in the carry.
           rest = std::min(whole_begin + block_row, count);
           carry_over(slot->before, from, rest);
-          for (const int is_new : {0, 1}) {
+          for (const bool is_new : {false, true}) {
             add_task(whole_begin, rest, CarryAt(carry, is_new), is_new);
           }
         }
         if (whole_end > rest) {
-          for (const int is_new : {0, 1}) {
+          for (const bool is_new : {false, true}) {
             add_task(rest, whole_end, at(is_new, rest), is_new);
           }
         }
@@ -233,7 +233,7 @@ absl::Status OptimizerHook::Impl::TakeCarry(std::uint32_t parameter) {
 
 // A trainer that hears of a failure may put its weights right at once: nothing
 // of the hook's own moves any more.
-void OptimizerHook::Impl::Quiesce() { delta->WaitUntilIdle().IgnoreError(); }
+absl::Status OptimizerHook::Impl::Quiesce() { return delta->WaitUntilIdle(); }
 
 // The trainer's copy, without the hook; waits for it.
 absl::Status OptimizerHook::Impl::PlainCopy(std::uint32_t parameter,
@@ -401,7 +401,8 @@ absl::StatusOr<OptimizerHook::Ticket> OptimizerHook::OnUpdate(
       ++impl.updates;
       impl.FailStep(refused);
     }
-    impl.Quiesce();
+    // An earlier copy to the same bytes must not come after this one.
+    KEDGE_RETURN_IF_ERROR(impl.Quiesce());
     KEDGE_RETURN_IF_ERROR(
         impl.PlainCopy(parameter, begin, bytes, pinned_source, h2d_stream));
     return refused;
@@ -422,7 +423,7 @@ absl::StatusOr<OptimizerHook::Ticket> OptimizerHook::OnUpdate(
                          h2d_stream, jobs, &ticket);
     if (!done.ok()) {
       impl.FailStep(done.status());
-      impl.Quiesce();
+      impl.Quiesce().IgnoreError();
       // There is no ticket: the source is free when this returns.
       impl.feed->WaitFor(jobs).IgnoreError();
       impl.delta->WaitFor(ticket.number).IgnoreError();

@@ -118,8 +118,8 @@ struct OptimizerHook::Impl {
   // Of a parameter with fp8 tensors: what a chunk leaves for the next one.
   struct Pending {
     std::uint64_t next = 0;  // bytes written so far, from the first on
-    std::uint32_t carry =
-        hook::kNoIndex;  // old rows of a block that is not whole
+    // Old and new rows of a block that is not whole.
+    std::uint32_t carry = hook::kNoIndex;
   };
   // One sum of the guard: a part, in the parameter or in a copy of it.
   struct Guarded {
@@ -167,12 +167,12 @@ struct OptimizerHook::Impl {
   // Whether blocks of a parameter's fp8 tensors end elsewhere than at `byte`.
   bool LeavesBlockOpen(std::uint32_t parameter, std::uint64_t byte) const;
   // Old or new rows of a block that is open.
-  std::byte* CarryAt(std::uint32_t carry, int is_new) const {
+  std::byte* CarryAt(std::uint32_t carry, bool is_new) const {
     if (carry == hook::kNoIndex) return nullptr;
-    return delta->carry(carry) + (is_new != 0 ? carry_half : 0);
+    return delta->carry(carry) + (is_new ? carry_half : 0);
   }
   absl::Status TakeCarry(std::uint32_t parameter);
-  void Quiesce();
+  absl::Status Quiesce();
   absl::Status PlainCopy(std::uint32_t parameter, std::uint64_t begin,
                          std::uint64_t bytes, const void* source,
                          DeviceStream stream);

@@ -163,10 +163,12 @@ absl::Status OptimizerHook::EndStep() {
             : absl::StrCat("EndStep: v", impl.step, " is ended already"));
   }
   const auto start = Clock::now();
-  const absl::Status diffed = impl.delta->WaitForAll();
+  const absl::Status idle = impl.delta->WaitUntilIdle();
   impl.drain_seconds = SecondsSince(start);
-  impl.FailStep(diffed);
-  if (!impl.step_status.ok()) impl.Quiesce();
+  impl.FailStep(idle.ok() ? impl.delta->WaitForAll() : idle);
+  KEDGE_RETURN_IF_ERROR(idle);
+  // Whatever else failed: a trainer that goes on has to know of this.
+  KEDGE_RETURN_IF_ERROR(impl.delta->arrival());
   KEDGE_RETURN_IF_ERROR(impl.step_status);
   KEDGE_RETURN_IF_ERROR(impl.CheckCovered());
   impl.state = Impl::State::kEnded;

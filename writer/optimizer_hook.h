@@ -68,8 +68,8 @@ struct HookOptions {
   // of their bytes is kept in host memory.
   std::vector<TrainerTensor> residual;
   std::vector<QuantisedTensor> quantised;
-  // The longest range that OnUpdate is given; longer ones are cut. A slot holds
-  // old and new of this many bytes.
+  // The longest range that OnUpdate is given; longer ones are cut. Memory for
+  // four of these lies on the device.
   std::uint64_t chunk_bytes = std::uint64_t{32} << 20;
   // Device memory for encoded parts. One that runs full is drained early.
   std::uint64_t ring_bytes = std::uint64_t{256} << 20;
@@ -80,7 +80,7 @@ struct HookOptions {
 
 // What the hook holds beside the trainer's own memory, all of it taken at open.
 struct HookMemory {
-  std::uint64_t device_bytes = 0;    // slots, ring, tables, scratch; without
+  std::uint64_t device_bytes = 0;    // chunks, ring, tables, scratch; without
                                      // what the device's sums keep for itself
   std::uint64_t pinned_bytes = 0;    // bounce buffers, tile headers
   std::uint64_t residual_bytes = 0;  // snapshots of residual tensors
@@ -156,9 +156,12 @@ class OptimizerHook {
   absl::StatusOr<bool> HasPassed(Ticket ticket) const;
   absl::Status WaitFor(Ticket ticket) const;
 
-  // Waits until every chunk is diffed. kFailedPrecondition names parameters
-  // that were written in part or not at all ("never written"); when the rest is
-  // written EndStep may be called again.
+  // Waits until every chunk is diffed and its new weights are where they
+  // belong, which they are also when the step cannot be published, but for two
+  // errors: kUnavailable after the deadline (they may still come), and one that
+  // says "did not arrive". kFailedPrecondition names parameters that were
+  // written in part or not at all ("never written"); when the rest is written
+  // EndStep may be called again.
   absl::Status EndStep();
 
   // Guards, then publishes the step. What the trainer enqueued to write

@@ -282,13 +282,18 @@ class HookTrainer {
       return status;
     }
     Optimize(fraction);
+    all_given_ = false;
     if (absl::Status status = Write(hook, Ranges(shuffled)); !status.ok()) {
       return status;
     }
+    all_given_ = true;
     const absl::Status ended = hook.EndStep();  // now the weights are there
     SyncReplicas();
     return ended;
   }
+
+  // Whether the hook took every range of the last Step.
+  bool all_given() const { return all_given_; }
 
   // For when the hook could not: the weights are what the optimizer wrote.
   void PutRight() {
@@ -372,6 +377,7 @@ class HookTrainer {
   std::mt19937_64& random() { return random_; }
 
  private:
+  bool all_given_ = false;
   struct Parameter {
     std::string name;
     bool frozen = false;

@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -738,6 +739,7 @@ TEST(HookFaultTest, AnyFailureOfTheDeviceIsSaidAndGotOver) {
   std::int64_t operations = 0;
   std::int64_t failures = 0;
   std::int64_t roots = 0;
+  std::int64_t given = 0;  // failures after which all weights were there
   // How many there are before Publish differs from run to run: its own are
   // counted from its beginning, after all others.
   constexpr std::int64_t kOfPublish = 4;
@@ -775,6 +777,10 @@ TEST(HookFaultTest, AnyFailureOfTheDeviceIsSaidAndGotOver) {
       ++failures;
       // Before a trainer touches its weights it ends the step.
       (*hook)->EndStep().IgnoreError();
+      if (trainer.all_given()) {
+        ++given;
+        EXPECT_TRUE(trainer.DeviceHoldsNext()) << stepped;
+      }
     }
     if (k == 0) operations = count;
     broken = -1;
@@ -799,6 +805,38 @@ TEST(HookFaultTest, AnyFailureOfTheDeviceIsSaidAndGotOver) {
   EXPECT_GT(failures * kStride, operations / 2);
   EXPECT_GT(roots, 0);
   EXPECT_LT(roots, failures);
+  EXPECT_GT(given, 0);
+}
+
+// With a device that does nothing any more for the hook's own thread the
+// weights cannot arrive: whatever failed first, the trainer hears of that.
+TEST(HookFaultTest, WeightsThatDidNotArriveAreSaidBeforeAnythingElse) {
+  const std::thread::id trainers_thread = std::this_thread::get_id();
+  std::atomic<bool> broken{false};
+  CpuDeviceOptions device_options;
+  device_options.fault = [&](absl::string_view operation) -> absl::Status {
+    if (!broken || std::this_thread::get_id() == trainers_thread) {
+      return absl::OkStatus();
+    }
+    return absl::InternalError(absl::StrCat("cpu: ", operation, ": broken"));
+  };
+  const TempDirectory temp;
+  CpuDevice device(device_options);
+  HookTrainer trainer(&device, 3);
+  AddFew(trainer);
+  auto hook = OptimizerHook::Create(Writer(temp), Init(), trainer.Options());
+  ASSERT_TRUE(hook.ok()) << hook.status();
+  broken = true;
+  const absl::Status stepped = trainer.Step(**hook, 1, false, 0.05);
+  EXPECT_EQ(stepped.code(), absl::StatusCode::kInternal) << stepped;
+  EXPECT_THAT(std::string(stepped.message()), HasSubstr("did not arrive"));
+  broken = false;
+  trainer.PutRight();
+  ASSERT_TRUE(trainer.Step(**hook, 2, true, 0.05).ok());
+  const auto result = (*hook)->Publish();
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_TRUE(trainer.DeviceHoldsNext());
+  ExpectVersion(temp.Join("store"), 2, trainer.Expected());
 }
 
 // Two ranks with uneven shards of the same tensors.
