@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kedge/engine/io/io_pool.h"
 #include "kedge/format/limits.h"
 #include "kedge/format/status.h"
 #include "kedge/writer/device_boxes.h"
@@ -45,6 +46,11 @@ struct DeviceSnapshotWriter::Impl {
   absl::Status TakeSnapshot();
   absl::Status Diff();
   absl::Status CheckUnchanged(std::uint64_t step) const;
+  // Where the snapshot in host memory holds `tensor`, one of on_host.
+  absl::StatusOr<TrainerTensor> InHostSnapshot(const TensorTable& table,
+                                               const TrainerTensor& tensor);
+  void WriteAnchor(PublishResult* result);
+  void WaitForAnchor();
 
   DeviceSnapshotOptions options;
   Device* device;
@@ -66,7 +72,14 @@ struct DeviceSnapshotWriter::Impl {
   OwnedStream stream;
   std::unique_ptr<StoreWriter> writer;
   std::unique_ptr<StoreWriter::DeltaAttempt> attempt;
-  std::unique_ptr<DeviceDelta> delta;  // last: its thread uses the rest
+  std::unique_ptr<DeviceDelta> delta;  // its thread uses the rest
+
+  // Anchors in the background; both null: there are none.
+  std::unique_ptr<IoPool> anchor_thread;
+  bool anchor_under_way = false;
+  PublishResult anchored;           // of the last one; the thread's meanwhile
+  std::vector<std::string> untold;  // for the next result's warnings
+  std::optional<IoPool::Batch> anchor;  // last: waits for what uses the rest
 };
 
 absl::Status DeviceSnapshotWriter::Impl::MapTensors() {
@@ -143,6 +156,25 @@ absl::Status DeviceSnapshotWriter::Impl::TakeSnapshot() {
   return device->WaitForStream(stream.get());
 }
 
+absl::StatusOr<TrainerTensor> DeviceSnapshotWriter::Impl::InHostSnapshot(
+    const TensorTable& table, const TrainerTensor& tensor) {
+  KEDGE_ASSIGN_OR_RETURN(const std::uint32_t ordinal, table.Find(tensor.name));
+  const ElementRange elements =
+      tensor.shard.value_or(ElementRange{0, table[ordinal].element_count()});
+  // Bytes of a tie or of nothing are not asked for.
+  if (!tensor.tied_to.empty() || elements.begin == elements.end) return tensor;
+  const std::uint64_t element_bytes = ElementBytes(tensor.dtype);
+  KEDGE_ASSIGN_OR_RETURN(
+      const auto bytes,
+      host_snapshot->Read(ordinal, elements.begin * element_bytes,
+                          (elements.end - elements.begin) * element_bytes,
+                          /*scratch=*/nullptr));
+  TrainerTensor copy = tensor;
+  copy.data = bytes.data();
+  copy.strides_bytes.clear();
+  return copy;
+}
+
 absl::StatusOr<StoreWriter::HeldPart> DeviceSnapshotWriter::Impl::Bind(
     const WriterOptions& writer_options, const VersionState& version,
     const L61Summer& summer) {
@@ -190,20 +222,6 @@ absl::StatusOr<StoreWriter::HeldPart> DeviceSnapshotWriter::Impl::Bind(
   KEDGE_ASSIGN_OR_RETURN(delta, DeviceDelta::Create(delta_options));
   KEDGE_ASSIGN_OR_RETURN(
       snapshot, device->Allocate(options.snapshot, memory.snapshot_bytes));
-  // A snapshot in host memory spares an anchor the way over the device.
-  std::vector<TrainerTensor> anchored = options.tensors;
-  if (options.snapshot == MemoryKind::kPinned) {
-    anchored = on_host;
-    for (const MappedPart& mapped : map->parts()) {
-      anchored.push_back(on_device[mapped.tensor]);
-      anchored.back().data =
-          snapshot.data() + extents[mapped.parameter].at + mapped.begin;
-    }
-  }
-  KEDGE_ASSIGN_OR_RETURN(
-      published,
-      DeviceSource::Bind(table, anchored, OthersOf(writer_options.coordinator),
-                         *device, reader.get()));
   memory.device_bytes = delta->device_bytes();
   memory.pinned_bytes = delta->pinned_bytes() + reader->pinned_bytes();
   (options.snapshot == MemoryKind::kDevice ? memory.device_bytes
@@ -222,6 +240,30 @@ absl::StatusOr<StoreWriter::HeldPart> DeviceSnapshotWriter::Impl::Bind(
     sum = L61Add(sum, l61[p]);
   }
   held.owned = owned;
+
+  // A snapshot in host memory spares an anchor the way over the device, and
+  // holds still when the trainer goes on.
+  std::vector<TrainerTensor> sources = options.tensors;
+  if (options.snapshot == MemoryKind::kPinned) {
+    sources.clear();
+    for (const TrainerTensor& tensor : on_host) {
+      KEDGE_ASSIGN_OR_RETURN(TrainerTensor copy, InHostSnapshot(table, tensor));
+      sources.push_back(std::move(copy));
+    }
+    for (const MappedPart& mapped : map->parts()) {
+      sources.push_back(on_device[mapped.tensor]);
+      sources.back().data =
+          snapshot.data() + extents[mapped.parameter].at + mapped.begin;
+    }
+    if (options.anchors_in_background) {
+      anchor_thread = std::make_unique<IoPool>(1);
+      anchor.emplace(anchor_thread.get());
+    }
+  }
+  KEDGE_ASSIGN_OR_RETURN(
+      published,
+      DeviceSource::Bind(table, sources, OthersOf(writer_options.coordinator),
+                         *device, reader.get()));
   return held;
 }
 
@@ -290,6 +332,24 @@ absl::Status DeviceSnapshotWriter::Impl::CheckUnchanged(
   return absl::OkStatus();
 }
 
+void DeviceSnapshotWriter::Impl::WriteAnchor(PublishResult* result) {
+  result->anchor_status = writer->AddAnchor(*published, result);
+  writer->Retain(result);
+}
+
+void DeviceSnapshotWriter::Impl::WaitForAnchor() {
+  if (!anchor_under_way) return;
+  anchor->Wait().IgnoreError();  // `anchored` says more
+  anchor_under_way = false;
+  if (!anchored.anchor_status.ok()) {
+    untold.push_back(absl::StrCat("v", anchored.version.step,
+                                  " is published, but its anchor is not: ",
+                                  anchored.anchor_status.message()));
+  }
+  untold.insert(untold.end(), anchored.warnings.begin(),
+                anchored.warnings.end());
+}
+
 DeviceSnapshotWriter::DeviceSnapshotWriter(std::unique_ptr<Impl> impl)
     : impl_(std::move(impl)) {}
 DeviceSnapshotWriter::~DeviceSnapshotWriter() = default;
@@ -343,6 +403,7 @@ DeviceSnapshotWriter::Open(const WriterOptions& writer,
 absl::StatusOr<PublishResult> DeviceSnapshotWriter::Publish(
     std::uint64_t step, const PublishOptions& options) {
   Impl& impl = *impl_;
+  impl.WaitForAnchor();
   KEDGE_RETURN_IF_ERROR(impl.writer->CheckUsable());
   KEDGE_RETURN_IF_ERROR(impl.delta->WaitUntilIdle());
   impl.attempt = impl.writer->BeginDelta(step);
@@ -380,11 +441,37 @@ absl::StatusOr<PublishResult> DeviceSnapshotWriter::Publish(
         "v", step, " is published, but its snapshot was not taken: ",
         taken.message(), "; open the writer again"));
   }
-  if (options.anchor) {
-    result.anchor_status = impl.writer->AddAnchor(*impl.published, &result);
+  result.warnings.insert(result.warnings.end(), impl.untold.begin(),
+                         impl.untold.end());
+  impl.untold.clear();
+  if (!options.anchor) {
+    impl.writer->Retain(&result);
+  } else if (!impl.anchor) {
+    impl.WriteAnchor(&result);
+  } else {
+    result.anchor_under_way = true;
+    impl.anchored = PublishResult();
+    impl.anchored.version = result.version;
+    impl.anchor_under_way = true;
+    impl.anchor->Submit([&impl] {
+      impl.WriteAnchor(&impl.anchored);
+      return absl::OkStatus();
+    });
   }
-  impl.writer->Retain(&result);
   return result;
+}
+
+absl::Status DeviceSnapshotWriter::WaitForAnchor(PublishResult* result) {
+  impl_->WaitForAnchor();
+  const PublishResult& anchored = impl_->anchored;
+  if (result != nullptr && result->anchor_under_way &&
+      result->version == anchored.version) {
+    result->anchor_status = anchored.anchor_status;
+    result->anchor_bytes = anchored.anchor_bytes;
+    result->anchor_seconds = anchored.anchor_seconds;
+    result->anchor_under_way = false;
+  }
+  return anchored.anchor_status;
 }
 
 const VersionId& DeviceSnapshotWriter::held() const {

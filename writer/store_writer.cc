@@ -800,7 +800,7 @@ std::string StoreWriter::StagingPath(std::uint64_t step, FileKind kind,
 }
 
 absl::Status StoreWriter::Take(const Verdict& verdict) {
-  outcome_unknown_ = outcome_unknown_ || verdict.outcome_unknown;
+  if (verdict.outcome_unknown) outcome_unknown_ = true;
   return verdict.status;
 }
 

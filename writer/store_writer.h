@@ -9,6 +9,7 @@
 // weights that it holds. Rank 0 commits; all hear the same outcome: a failure
 // of one rank is every rank's failure, with that rank's number and message.
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -93,6 +94,9 @@ struct PublishResult {
   double anchor_seconds = 0;
   // Not OK: the step stands, its anchor does not. A later step may carry one.
   absl::Status anchor_status;
+  // The anchor is still being written: anchor_bytes, _seconds and _status do
+  // not speak of it yet. See DeviceSnapshotWriter::WaitForAnchor.
+  bool anchor_under_way = false;
   // Things that did not fail the publish: HEAD could not be replaced, ...
   std::vector<std::string> warnings;
 };
@@ -100,7 +104,8 @@ struct PublishResult {
 // One writer incarnation: an epoch of a store. Publishing a step with a higher
 // number than the last one advances `held()`, and nothing else does.
 //
-// Thread safety: one thread at a time; works on threads of its own inside.
+// Thread safety: one thread at a time; works on threads of its own inside. The
+// const methods may run beside AddAnchor and Retain.
 class StoreWriter {
  public:
   // S of what a rank holds of each tensor.
@@ -293,7 +298,8 @@ class StoreWriter {
   VersionState state_;
   std::uint32_t epoch_;
   std::uint64_t attempt_ = 0;  // of all ranks alike
-  bool outcome_unknown_ = false;
+  // Of an anchor, too, which is written while others ask CheckUsable.
+  std::atomic<bool> outcome_unknown_{false};
   std::optional<Retention> retention_;
   std::vector<std::string> dead_staging_;
   L61Summer summer_;

@@ -124,6 +124,9 @@ TEST_F(HookDeviceTest, TheSnapshotWriterPublishesWhatTheTensorsHold) {
     const auto result = (*writer)->Publish(step, publish);
     ASSERT_TRUE(result.ok()) << result.status();
     EXPECT_TRUE(result->anchor_status.ok()) << result->anchor_status;
+    EXPECT_EQ(result->anchor_under_way, step == 2);
+    const absl::Status anchored = (*writer)->WaitForAnchor();
+    EXPECT_TRUE(anchored.ok()) << anchored;
     // Here bf16 travels as it is.
     expected = trainer_->Expected();
     expected.erase("large.fp8");
