@@ -9,12 +9,12 @@
 // A store with an anchor of --bytes and small deltas after it is written under
 // --store (default: $KEDGE_BENCH_DIR, else $HOME), by the library's writer, in
 // its files of about 1 GiB. One pair is a join with cold caches and a read of
-// every data file of the chain by as many threads, 8 MiB at a time,
-// neighbouring reads from different files, nothing done with the bytes; the
-// order alternates. Caches are dropped by sync and
-// posix_fadvise(POSIX_FADV_DONTNEED) on every file; what mincore then still
-// finds in memory is reported. A join is timed with and without Follower::Open,
-// which takes its pinned memory.
+// every data file of the chain by --threads threads, which are also the
+// follower's io_threads, 8 MiB at a time, neighbouring reads from different
+// files, nothing done with the bytes; the order alternates. Caches are dropped
+// by sync and posix_fadvise(POSIX_FADV_DONTNEED) on every file; what mincore
+// then still finds in memory is reported. A join is timed with and without
+// Follower::Open, which takes its pinned memory.
 //
 // Such a store under --tmpfs, of --tmpfs-bytes if that is given ("" leaves a
 // place out): a join against the copy of the model's bytes from pinned memory

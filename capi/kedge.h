@@ -642,7 +642,7 @@ typedef struct kedge_update_result {
   uint64_t records;
   uint64_t tensors_verified;
   uint64_t bytes_verified;
-  double read_seconds;  /* plan, read, check: before the pause */
+  double read_seconds;  /* plan, read, check, as far as before the pause */
   double pause_seconds; /* apply, verify, commit */
   double apply_seconds;
   double verify_seconds;

@@ -1,7 +1,8 @@
-// Weights on a device. Before the pause, files go through a ring of pinned
+// Weights on a device. Before the pause, deltas go through a ring of pinned
 // buffers to device memory, record headers are parsed on the way, and records
 // are decoded there once to compare them with the manifest. The pause is then
-// one launch for each delta and one for all checksums.
+// one launch for each delta and one for all checksums. Anchors go to the
+// weights in the pause, through a ring of smaller buffers.
 
 #include <algorithm>
 #include <atomic>
@@ -29,8 +30,9 @@
 namespace kedge {
 namespace {
 
-// Pinned buffers for deltas, which are read a piece at a time.
-constexpr int kPieceSlots = 8;
+// Pinned buffers for deltas, which are read a piece at a time, beside those
+// that threads fill: these are being emptied.
+constexpr int kSparePieceSlots = 2;
 // Anchors come in parts: every thread fills one while its other one is on its
 // way. They are small, so that what was read is still in the processor's cache
 // when it is copied on: with twice as much a join from memory is slower
@@ -196,7 +198,7 @@ class DeviceBackend : public WeightBackend {
         check_records_(options.check_records),
         key_(key),
         stage_bytes_(options.device_stage_bytes),
-        stage_threads_(std::min(kPieceSlots, context->io_pool->thread_count())),
+        stage_threads_(context->io_pool->thread_count()),
         pool_(device, options.device_stage_bytes) {}
 
   absl::Status Init(DeviceStream stream) {
@@ -214,7 +216,9 @@ class DeviceBackend : public WeightBackend {
         host_outcomes_, device_->Allocate(MemoryKind::kPinned,
                                           kMaxStaged * sizeof(ApplyOutcome)));
     KEDGE_ASSIGN_OR_RETURN(
-        ring_, PinnedRing::Create(device_, kPieceSlots, kPieceBytes));
+        ring_, PinnedRing::Create(
+                   device_, stage_threads_.thread_count() + kSparePieceSlots,
+                   kPieceBytes));
     KEDGE_ASSIGN_OR_RETURN(
         part_ring_,
         PinnedRing::Create(
@@ -253,6 +257,7 @@ class DeviceBackend : public WeightBackend {
   // Records of a step that are being read.
   struct Incoming;
   class Uploader;
+  struct PartSlots;
 
   absl::StatusOr<DeviceSums*> SumsOf(const SharedBinding& binding);
 
@@ -269,11 +274,10 @@ class DeviceBackend : public WeightBackend {
   // What to say of a tile that the device could not decode.
   absl::Status BadTile(const DeviceDelta& delta, const ApplyOutcome& outcome);
 
-  // Read number `read` of an anchor, in parts that take `slots` in turn.
+  // Read number `read` of an anchor, in parts. `*units` is what was written.
   absl::Status WriteRead(const Binding& binding, AnchorLoad* load,
-                         std::size_t read, PinnedRing::Use* const slots[2],
-                         std::size_t* turn,
-                         std::atomic<std::uint64_t>* written);
+                         std::size_t read, PartSlots* slots,
+                         std::uint64_t* units);
   // Bytes [begin, end) of a file, which lie in `slot`, to the boxes that need
   // them, as far as they are of `pieces`.
   absl::Status WritePart(const Binding& binding,
@@ -1001,35 +1005,47 @@ absl::Status DeviceBackend::WritePart(const Binding& binding,
   return absl::OkStatus();
 }
 
+// The buffers of one thread that writes an anchor, which take turns.
+struct DeviceBackend::PartSlots {
+  PinnedRing::Use& next() { return *uses[turn % kPartSlotsOfThread]; }
+
+  std::optional<PinnedRing::Use> uses[kPartSlotsOfThread];
+  std::size_t turn = 0;
+};
+
 absl::Status DeviceBackend::WriteRead(const Binding& binding, AnchorLoad* load,
-                                      std::size_t read,
-                                      PinnedRing::Use* const slots[2],
-                                      std::size_t* turn,
-                                      std::atomic<std::uint64_t>* written) {
+                                      std::size_t read, PartSlots* slots,
+                                      std::uint64_t* units) {
   const std::span<const AnchorPiece> pieces = load->pieces(read);
   std::vector<DataFiles::PieceSpan> spans;
   spans.reserve(pieces.size());
   for (const AnchorPiece& piece : pieces) {
     spans.push_back({piece.number, piece.offset, piece.bytes});
   }
-  std::uint64_t units = 0;
+  bool retried = false;
   const auto place = [&](std::uint64_t begin,
                          std::uint64_t) -> absl::StatusOr<std::byte*> {
-    if (begin == pieces.front().offset) units = 0;
-    PinnedRing::Use& slot = *slots[*turn % 2];
-    KEDGE_RETURN_IF_ERROR(slot.WaitForLast());
-    return slot->pinned.data();
+    if (begin == pieces.front().offset) {
+      *units = 0;
+      // What the try before sent must not come after what this one sends.
+      if (retried) {
+        for (auto& use : slots->uses) KEDGE_RETURN_IF_ERROR(use->WaitForLast());
+      }
+      retried = true;
+    }
+    KEDGE_RETURN_IF_ERROR(slots->next().WaitForLast());
+    return slots->next()->pinned.data();
   };
   const auto write = [&](std::uint64_t begin,
                          std::uint64_t end) -> absl::Status {
-    PinnedRing::Use& slot = *slots[(*turn)++ % 2];
-    KEDGE_RETURN_IF_ERROR(WritePart(binding, pieces, begin, end, slot, &units));
+    PinnedRing::Use& slot = slots->next();
+    ++slots->turn;
+    KEDGE_RETURN_IF_ERROR(WritePart(binding, pieces, begin, end, slot, units));
     return slot.EndOne();
   };
   std::size_t bad = pieces.size();
   const absl::Status fetched = load->files().FetchParts(
       pieces.front().file, spans, kPartBytes, place, write, &bad);
-  written->fetch_add(units, std::memory_order_relaxed);
   if (fetched.ok() || bad == pieces.size()) return fetched;
   return Annotate(
       fetched,
@@ -1044,30 +1060,36 @@ absl::Status DeviceBackend::WriteAnchor(const Binding& binding,
   std::atomic<std::uint64_t> written{0};
   std::atomic<std::size_t> next{0};
   std::atomic<bool> failed{false};
-  const auto work = [&](std::size_t) -> absl::Status {
-    KEDGE_ASSIGN_OR_RETURN(PinnedRing::Use one, part_ring_->Take());
-    KEDGE_ASSIGN_OR_RETURN(PinnedRing::Use other, part_ring_->Take());
-    PinnedRing::Use* const slots[] = {&one, &other};
-    std::size_t turn = 0;
+  const auto work = [&]() -> absl::Status {
+    // There are as many slots as all threads take.
+    PartSlots slots;
+    for (auto& use : slots.uses) {
+      KEDGE_ASSIGN_OR_RETURN(PinnedRing::Use taken, part_ring_->Take());
+      use.emplace(std::move(taken));
+    }
     while (!failed.load(std::memory_order_relaxed)) {
       const std::size_t i = next.fetch_add(1, std::memory_order_relaxed);
       if (i >= load->read_count()) break;
       // While this is hashed and copied, storage works on what comes next.
       if (i < threads) load->Expect(i);
       load->Expect(i + threads);
-      const absl::Status read =
-          WriteRead(binding, load, i, slots, &turn, &written);
+      std::uint64_t units = 0;
+      const absl::Status read = WriteRead(binding, load, i, &slots, &units);
       if (!read.ok()) {
         failed.store(true, std::memory_order_relaxed);
         return read;
       }
+      written.fetch_add(units, std::memory_order_relaxed);
     }
     return absl::OkStatus();
   };
   absl::Status status = part_ring_->StartAfter(stream_);
   if (status.ok()) {
-    status = ParallelFor(context_->io_pool,
-                         std::min(threads, load->read_count()), work);
+    IoPool::Batch batch(context_->io_pool);
+    for (std::size_t t = 0; t < std::min(threads, load->read_count()); ++t) {
+      batch.Submit(work);
+    }
+    status = batch.Wait();
   }
   // Also after an error: weights are in flight.
   status.Update(part_ring_->WaitForAll());

@@ -1,6 +1,7 @@
 #include "kedge/reader/follower.h"
 
 #include <algorithm>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -182,7 +183,8 @@ absl::Status Follower::Impl::Run(UpdateResult* result) {
     return Verify(next, result);
   };
   absl::Status status = write_and_verify();
-  while (!status.ok() && next.chain.anchor != nullptr) {
+  // Every way to the target leads over a delta that cannot be read.
+  while (!status.ok() && next.chain.anchor != nullptr && next.beside.ok()) {
     next.reads_beside = false;
     if (absl::Status older = UseOlderAnchor(status, &next); !older.ok()) {
       status = older;
@@ -205,16 +207,26 @@ absl::Status Follower::Impl::Run(UpdateResult* result) {
 }
 
 absl::Status Follower::Impl::WriteAnchor(Prepared* next, UpdateResult* result) {
-  absl::Status read;
+  std::atomic<bool> stop{false};
   std::thread reader;
-  if (next->reads_beside) {
-    reader = std::thread([&] { read = ReadDeltas(next); });
+  const bool reads = next->reads_beside && !next->deltas.empty();
+  if (reads) {
+    try {
+      reader = std::thread([&] { next->beside = ReadDeltas(next, stop); });
+    } catch (const std::system_error&) {
+      // Out of threads: they are read afterwards.
+    }
   }
   const absl::Status written = backend->WriteAnchor(
       *next->binding, next->anchor.get(), &result->units_written);
-  if (reader.joinable()) reader.join();
-  KEDGE_RETURN_IF_ERROR(written);
-  return read;
+  if (!written.ok()) stop = true;
+  if (reader.joinable()) {
+    reader.join();
+  } else if (reads && written.ok()) {
+    next->beside = ReadDeltas(next, stop);
+  }
+  KEDGE_RETURN_IF_ERROR(next->beside);
+  return written;
 }
 
 absl::Status Follower::Impl::Write(Prepared* next, UpdateResult* result) {

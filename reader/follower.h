@@ -52,8 +52,9 @@ struct FollowerOptions {
   //
   // A pause is then one launch for each delta and one for all checksums; what
   // these need lies on the device before `pause` is called, and nothing is
-  // allocated in it. Open takes pinned memory: 64 MiB, and 8 MiB for each I/O
-  // thread.
+  // allocated in it. (Not so for a join, above all into memory of no version:
+  // see Join.) Open takes pinned memory: 16 MiB for each I/O thread and 16
+  // more.
   Device* device = nullptr;
   // The stream on which weights change and are summed; null: one that the
   // follower makes. `pause` leaves no other work on the weights in flight but
@@ -112,7 +113,7 @@ struct UpdateResult {
   std::uint64_t records = 0;
   std::uint64_t tensors_verified = 0;
   std::uint64_t bytes_verified = 0;
-  double read_seconds = 0;   // plan, read, check: before the pause
+  double read_seconds = 0;   // plan, read, check, as far as before the pause
   double pause_seconds = 0;  // apply + verify + commit
   double apply_seconds = 0;
   double verify_seconds = 0;
@@ -150,7 +151,9 @@ class Follower {
   // already are then not read again.
   //
   // An anchor is too large to be read ahead: it is checked piece by piece on
-  // the way to the weights, after the pause. A failure there is kPoisoned.
+  // the way to the weights, after the pause. A failure there is kPoisoned. A
+  // follower alone on a device that holds no version reads deltas beside it;
+  // others read them before the pause.
   //
   // In a group every rank ends at the same version, and reads again what does
   // not verify over all ranks. Three reduces, a fourth to find out what memory

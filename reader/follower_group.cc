@@ -331,7 +331,7 @@ absl::StatusOr<UpdateResult> Follower::Impl::JoinInGroup(
         MaskOf(*next->binding, next->binding->Judge(total.residues, next->l61));
   }
 
-  absl::Status mine = LoadChain(&*next);
+  absl::Status mine = Counted(&*next, [&] { return LoadChain(&*next); });
   if (mine.ok()) mine = PauseOnce();
   KEDGE_RETURN_IF_ERROR(
       vote(GroupPhase::kJoinLoaded, mine, "could not prepare a join"));

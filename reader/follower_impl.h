@@ -45,8 +45,10 @@ struct Prepared {
   // at once only the next ones.
   WeightBackend::Deltas deltas;
   std::size_t applied = 0;
-  // Deltas are read while the anchor is written, not before.
+  // Deltas are read while the anchor is written, not before, and what became of
+  // that.
   bool reads_beside = false;
+  absl::Status beside;
   std::vector<std::uint64_t> l61;  // at the target, by ordinal
   TensorMask mask;                 // what a join has to write; empty: all
   // Steps of anchors that proved damaged, and how the first one did.
@@ -142,11 +144,13 @@ struct Follower::Impl {
   absl::Status UseOlderAnchor(const absl::Status& error, Prepared* next);
   // Stages the deltas of the chain that come next, as many as there is room
   // for, at least one.
-  absl::Status LoadDeltas(Prepared* next);
-  absl::Status WriteAnchor(Prepared* next, UpdateResult* result);
-  // Without counting bytes of files.
+  // Adds what `read` reads of files to next->bytes_read.
+  absl::Status Counted(Prepared* next,
+                       const std::function<absl::Status()>& read);
+  // As many deltas as there is room for; `read`: and reads them.
   absl::Status StageDeltas(Prepared* next, bool read);
-  absl::Status ReadDeltas(Prepared* next);
+  // Those that were staged and not read, until `stop`.
+  absl::Status ReadDeltas(Prepared* next, const std::atomic<bool>& stop);
   // Which tensors a join must write.
   TensorMask MaskOf(const Binding& bound,
                     const std::vector<Binding::Mismatch>& mismatches) const;
@@ -160,6 +164,8 @@ struct Follower::Impl {
   absl::Status Run(UpdateResult* result);
   // Anchor and deltas into the weights.
   absl::Status Write(Prepared* next, UpdateResult* result);
+  // And reads deltas beside it, if that was left.
+  absl::Status WriteAnchor(Prepared* next, UpdateResult* result);
   // Write, with another anchor if one fails on the way.
   absl::Status WriteOrPassOver(Prepared* next, UpdateResult* result);
   absl::Status Verify(const Prepared& next, UpdateResult* result);

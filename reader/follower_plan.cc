@@ -1,4 +1,5 @@
-// What a follower does before the pause: look, choose a way, read, check.
+// What a follower does before the pause: look, choose a way, read, check. (A
+// join into memory of no version reads deltas in the pause, beside the anchor.)
 
 #include <algorithm>
 #include <utility>
@@ -12,8 +13,9 @@
 namespace kedge {
 namespace {
 
-// Deltas whose files are open before the first one is read.
-constexpr std::size_t kMaxUnread = 64;
+// Files of deltas that are open before the first one is read; there may be more
+// than a process can have open.
+constexpr std::size_t kMostUnreadFiles = 128;
 
 double SecondsSince(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start)
@@ -229,7 +231,8 @@ absl::Status Follower::Impl::PrepareDeltas(std::vector<SharedStep> steps,
   }
   KEDGE_RETURN_IF_ERROR(PinChain(next.chain));
   KEDGE_RETURN_IF_ERROR(PrepareSums(next.binding));
-  KEDGE_RETURN_IF_ERROR(LoadDeltas(&next));
+  KEDGE_RETURN_IF_ERROR(
+      Counted(&next, [&] { return StageDeltas(&next, /*read=*/true); }));
   if (next.deltas.size() < next.chain.deltas.size()) {
     // There is no room for more: the others have a pause of their own, so that
     // no pause waits for files.
@@ -254,10 +257,8 @@ absl::Status Follower::Impl::PrepareJoin(const SharedStep& target, Chain* chain,
   KEDGE_ASSIGN_OR_RETURN(Prepared next, PlanJoin(target, chain));
   // Weights that are of a version stay as they are until all that is needed to
   // change them has been read. With others there is nothing to lose.
-  next.reads_beside =
-      options.device != nullptr && channel.alone() &&
-      (State() == FollowerState::kEmpty || State() == FollowerState::kPoisoned);
-  KEDGE_RETURN_IF_ERROR(LoadChain(&next));
+  next.reads_beside = options.device != nullptr && channel.alone() && !held;
+  KEDGE_RETURN_IF_ERROR(Counted(&next, [&] { return LoadChain(&next); }));
   next.seconds = SecondsSince(start);
   prepared = std::move(next);
   return absl::OkStatus();
@@ -342,7 +343,7 @@ absl::Status Follower::Impl::LoadChain(Prepared* next) {
       if (load.ok()) {
         next->anchor = *std::move(load);
         next->bytes_read += anchor.manifest_bytes + kCommitBytes;
-        return LoadDeltas(next);
+        return StageDeltas(next, !next->reads_beside);
       }
       failed = load.status();
     }
@@ -407,18 +408,23 @@ TensorMask Follower::Impl::MaskOfChanged(const Prepared& next) const {
   return mask;
 }
 
-absl::Status Follower::Impl::LoadDeltas(Prepared* next) {
+absl::Status Follower::Impl::Counted(
+    Prepared* next, const std::function<absl::Status()>& read) {
   const std::uint64_t before = bytes_read.load();
-  KEDGE_RETURN_IF_ERROR(StageDeltas(next, !next->reads_beside));
+  const absl::Status status = read();
   next->bytes_read += bytes_read.load() - before;
-  return absl::OkStatus();
+  return status;
 }
 
 absl::Status Follower::Impl::StageDeltas(Prepared* next, bool read) {
   const std::vector<SharedStep>& steps = next->chain.deltas;
+  std::size_t unread_files = 0;
   while (next->applied + next->deltas.size() < steps.size()) {
-    if (!read && next->deltas.size() == kMaxUnread) break;
     const SharedStep& step = steps[next->applied + next->deltas.size()];
+    if (!read) {
+      unread_files += step->manifest.files.size();
+      if (unread_files > kMostUnreadFiles && !next->deltas.empty()) break;
+    }
     KEDGE_ASSIGN_OR_RETURN(std::unique_ptr<StagedDelta> delta,
                            backend->Stage(next->binding, next->mask, step));
     if (delta == nullptr) {
@@ -435,8 +441,10 @@ absl::Status Follower::Impl::StageDeltas(Prepared* next, bool read) {
   return absl::OkStatus();
 }
 
-absl::Status Follower::Impl::ReadDeltas(Prepared* next) {
+absl::Status Follower::Impl::ReadDeltas(Prepared* next,
+                                        const std::atomic<bool>& stop) {
   for (const auto& delta : next->deltas) {
+    if (stop) break;
     KEDGE_RETURN_IF_ERROR(backend->Read(delta.get()));
   }
   return absl::OkStatus();

@@ -68,8 +68,8 @@ class PinnedRing {
   // Gives every slot its `bounce`, unless it has one.
   absl::Status AddBounce();
 
-  // Waits for a slot whose last use has passed. Whoever holds several must not
-  // wait for more.
+  // Waits for a slot whose last use has passed. Threads that take several at
+  // once have as many slots between them as all of them take.
   absl::StatusOr<Use> Take();
 
   // What slots do from now on comes after what `stream` does so far.

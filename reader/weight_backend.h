@@ -49,13 +49,15 @@ class WeightBackend {
   // the memory. Null: there is no room beside the deltas that are staged
   // already.
   //
-  // Errors: kResourceExhausted if there is no room at all
+  // Errors: kResourceExhausted if there is no room at all; kDataLoss for a file
+  // of another size, kNotFound for one that was pruned, kUnavailable. In host
+  // memory it is read as well, with Read's errors.
   virtual absl::StatusOr<std::unique_ptr<StagedDelta>> Stage(
       const SharedBinding& binding, const TensorMask& mask,
       std::shared_ptr<const PublishedStep> step) = 0;
-  // Reads what was staged, each piece once; all pieces are hashed and, if the
-  // follower's options say so, all records decoded and compared with the
-  // manifest. Once for each delta, before Apply.
+  // (Or beside WriteAnchor.) Reads what was staged, each piece once; all pieces
+  // are hashed and, if the follower's options say so, all records decoded and
+  // compared with the manifest. Once for each delta, before Apply.
   //
   // Errors: kDataLoss names file, offset and tensor
   virtual absl::Status Read(StagedDelta* delta) = 0;

@@ -7,7 +7,10 @@
 // well.
 
 #include <algorithm>
+#include <atomic>
+#include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <functional>
 #include <memory>
 #include <ostream>
@@ -16,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kedge/engine/cpu/cpu_device.h"
@@ -541,7 +545,8 @@ TEST(DeviceGroupTest, RanksWithDifferentLimitsPauseTogether) {
 
 // ------------------------------------------------------------------ large ones
 
-// Records that lie across pieces, and tensors of several pieces.
+// Records that lie across pieces, and tensors of several pieces; a read that
+// fails when a part of its piece is on the device already is made again.
 TEST(LargeDeltaTest, RecordsAcrossPiecesAndTensorsOfSeveralPiecesArrive) {
   TempDirectory directory;
   const std::uint64_t rows = 3000;
@@ -577,8 +582,20 @@ TEST(LargeDeltaTest, RecordsAcrossPiecesAndTensorsOfSeveralPiecesArrive) {
                          MakePart("large", {0, 0}, {rows, 400},
                                   {2, static_cast<std::int64_t>(2 * rows)})},
                         "engine", device.get());
+    std::atomic<int> failures{0};
+    FaultFileSystem faults;
+    faults.set_script([&](const Operation& operation) {
+      constexpr std::uint64_t kLate = std::uint64_t{5} << 20;
+      return operation.kind == FileOperation::kRead &&
+                     operation.offset >= kLate &&
+                     absl::StrContains(operation.path, ".kda") &&
+                     failures++ == 0
+                 ? Fault::Fail(ESTALE)
+                 : Fault::None();
+    });
     FollowerOptions options;
     options.store_path = writer_options.store_path;
+    options.fs = &faults;
     options.read_mode = mode;
     options.io_threads = 2;
     options.device = device.get();
@@ -586,6 +603,9 @@ TEST(LargeDeltaTest, RecordsAcrossPiecesAndTensorsOfSeveralPiecesArrive) {
     ASSERT_TRUE(follower.ok()) << follower.status();
     const auto joined = (*follower)->JoinStep(0);
     ASSERT_TRUE(joined.ok()) << joined.status();
+    if (mode == ReadMode::kRead) {
+      EXPECT_GT(failures, 1);
+    }
     EXPECT_EQ(joined->units_written, rows * cols);
     const auto result = (*follower)->Update();
     ASSERT_TRUE(result.ok()) << result.status();
@@ -1018,7 +1038,10 @@ TEST_F(DeviceFollowerTest, ADeltaThatAJoinCannotReadIsNamedAndHealedLater) {
   const std::vector<std::string> files = DataFilesOf(run_.StepPath(3));
   ASSERT_FALSE(files.empty());
   memory_.Fill(std::byte{0x44});
-  const auto follower = run_.Open(memory_, Options());
+  FaultFileSystem fs;  // for its log
+  FollowerOptions options = Options();
+  options.fs = &fs;
+  const auto follower = run_.Open(memory_, options);
   ASSERT_NE(follower, nullptr);
   FlipByte(files.front(), kDataFileHeaderBytes + 9);
   const absl::Status status = follower->Join().status();
@@ -1026,10 +1049,50 @@ TEST_F(DeviceFollowerTest, ADeltaThatAJoinCannotReadIsNamedAndHealedLater) {
   EXPECT_THAT(std::string(status.message()),
               HasSubstr("step_00000003/delta-r000-000"));
   EXPECT_EQ(follower->state(), FollowerState::kPoisoned);
+  // No older anchor leads around a delta.
+  bool newest = false;
+  for (const Operation& operation : fs.log()) {
+    if (operation.kind != FileOperation::kOpenForRead ||
+        !absl::EndsWith(operation.path, ".kda")) {
+      continue;
+    }
+    newest = newest || absl::StrContains(operation.path, "step_00000002/");
+    EXPECT_FALSE(absl::StrContains(operation.path, "step_00000000/"))
+        << operation.ToString();
+  }
+  EXPECT_TRUE(newest);
   FlipByte(files.front(), kDataFileHeaderBytes + 9);
   const auto again = follower->Join();
   ASSERT_TRUE(again.ok()) << again.status();
   EXPECT_EQ(memory_.Difference(run_.at(3)), "");
+}
+
+// A follower of a part of the model is never ready, and serves all the same.
+TEST_F(DeviceFollowerTest,
+       AnUpdateOverAnAnchorLeavesServingWeightsAloneIfADeltaIsBad) {
+  run_.PublishUpTo(3, 2);
+  EngineMemory half(run_.table(), LayerParts(0), "engine", device_.plain());
+  half.Load(run_.at(0));
+  FollowerOptions options = Options();
+  options.allow_partial = true;
+  bool paused = false;
+  on_pause_ = [&] { paused = true; };
+  const auto follower = run_.Open(half, options);
+  ASSERT_NE(follower, nullptr);
+  ASSERT_TRUE(follower->VerifyHeld(0).ok());
+  ASSERT_EQ(follower->state(), FollowerState::kEmpty);
+  std::filesystem::remove_all(run_.StepPath(1));  // the way leads over v2's
+  const std::string file = DataFilesOf(run_.StepPath(3)).front();
+  FlipByte(file, kDataFileHeaderBytes + 9);
+  const absl::Status status = follower->Update().status();
+  EXPECT_TRUE(absl::IsDataLoss(status)) << status;
+  EXPECT_FALSE(paused);
+  EXPECT_EQ(half.Difference(run_.at(0)), "");
+  FlipByte(file, kDataFileHeaderBytes + 9);
+  const auto again = follower->Update();
+  ASSERT_TRUE(again.ok()) << again.status();
+  EXPECT_TRUE(paused);
+  EXPECT_EQ(half.Difference(run_.at(3)), "");
 }
 
 // Where an update of a group fails, and on which rank.
