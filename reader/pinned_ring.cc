@@ -83,10 +83,4 @@ absl::Status PinnedRing::WaitForAll() {
   return status;
 }
 
-absl::Status WaitOut(Device* device, DeviceStream stream) {
-  const absl::Status status = device->WaitForStream(stream);
-  if (!status.ok()) device->WaitForStream(stream).IgnoreError();
-  return status;
-}
-
 }  // namespace kedge

@@ -18,10 +18,6 @@
 
 namespace kedge {
 
-// Device::WaitForStream. One that fails says nothing about the work, whose
-// memory the caller is about to use again: it is tried once more.
-absl::Status WaitOut(Device* device, DeviceStream stream);
-
 // Thread safety: Take may be called, and slots given back, by several threads;
 // the other methods only while nobody holds a slot.
 class PinnedRing {

@@ -144,16 +144,17 @@ absl::Status DeviceSnapshotWriter::Impl::MapTensors() {
 
 absl::Status DeviceSnapshotWriter::Impl::SumLive() {
   if (sums == nullptr) return absl::OkStatus();
-  KEDGE_RETURN_IF_ERROR(sums->Enqueue(stream.get()));
-  return device->WaitForStream(stream.get());
+  return WaitOut(device, stream.get(), sums->Enqueue(stream.get()));
 }
 
 absl::Status DeviceSnapshotWriter::Impl::TakeSnapshot() {
+  absl::Status enqueued;
   for (const Extent& extent : extents) {
-    KEDGE_RETURN_IF_ERROR(device->Copy(snapshot.data() + extent.at, extent.live,
-                                       extent.bytes, stream.get()));
+    if (!enqueued.ok()) break;
+    enqueued = device->Copy(snapshot.data() + extent.at, extent.live,
+                            extent.bytes, stream.get());
   }
-  return device->WaitForStream(stream.get());
+  return WaitOut(device, stream.get(), enqueued);
 }
 
 absl::StatusOr<TrainerTensor> DeviceSnapshotWriter::Impl::InHostSnapshot(
@@ -412,11 +413,13 @@ absl::StatusOr<PublishResult> DeviceSnapshotWriter::Publish(
   const absl::Status written = [&]() -> absl::Status {
     KEDGE_RETURN_IF_ERROR(impl.Diff());
     if (impl.sums != nullptr) {
-      KEDGE_RETURN_IF_ERROR(impl.sums->Enqueue(impl.stream.get()));
+      const absl::Status enqueued = impl.sums->Enqueue(impl.stream.get());
+      if (!enqueued.ok()) {
+        return WaitOut(impl.device, impl.stream.get(), enqueued);
+      }
     }
     const absl::Status drained = impl.delta->Drain(impl.attempt.get());
-    KEDGE_RETURN_IF_ERROR(impl.device->WaitForStream(impl.stream.get()));
-    KEDGE_RETURN_IF_ERROR(drained);
+    KEDGE_RETURN_IF_ERROR(WaitOut(impl.device, impl.stream.get(), drained));
     KEDGE_RETURN_IF_ERROR(impl.CheckUnchanged(step));
     return impl.writer
         ->Encode(*impl.attempt, *impl.host_snapshot, *impl.host_live,

@@ -19,9 +19,8 @@ absl::StatusOr<std::unique_ptr<DeviceReader>> DeviceReader::Create(
 }
 
 absl::Status DeviceReader::Fetch(const std::byte* from, std::uint64_t bytes) {
-  KEDGE_RETURN_IF_ERROR(
-      device_->Copy(buffer_.data(), from, bytes, stream_.get()));
-  return device_->WaitForStream(stream_.get());
+  return WaitOut(device_, stream_.get(),
+                 device_->Copy(buffer_.data(), from, bytes, stream_.get()));
 }
 
 absl::Status DeviceReader::Read(const std::byte* from, std::uint64_t bytes,
@@ -56,21 +55,22 @@ absl::Status DeviceReader::Gather(const StridedPart& part,
           part.UnitsOf(begin, begin).begin / run.units.units_per_element % cols;
       const std::uint64_t count = std::min(
           {run.end - begin, cols - col, buffer_.bytes() / element_bytes});
+      absl::Status enqueued;
       if (run.units.col_stride_bytes >=
           static_cast<std::int64_t>(element_bytes)) {
-        KEDGE_RETURN_IF_ERROR(device_->CopyRows(
+        enqueued = device_->CopyRows(
             buffer_.data(), element_bytes, first,
             static_cast<std::uint64_t>(run.units.col_stride_bytes),
-            element_bytes, count, stream_.get()));
+            element_bytes, count, stream_.get());
       } else {
-        for (std::uint64_t i = 0; i < count; ++i) {
-          KEDGE_RETURN_IF_ERROR(device_->Copy(
+        for (std::uint64_t i = 0; i < count && enqueued.ok(); ++i) {
+          enqueued = device_->Copy(
               buffer_.data() + i * element_bytes,
               first + static_cast<std::int64_t>(i) * run.units.col_stride_bytes,
-              element_bytes, stream_.get()));
+              element_bytes, stream_.get());
         }
       }
-      KEDGE_RETURN_IF_ERROR(device_->WaitForStream(stream_.get()));
+      KEDGE_RETURN_IF_ERROR(WaitOut(device_, stream_.get(), enqueued));
       std::memcpy(out, buffer_.data(), count * element_bytes);
       out += count * element_bytes;
       begin += count;

@@ -300,8 +300,8 @@ absl::Status OptimizerHook::Impl::Allocate(const WriterOptions& writer_options,
 absl::Status OptimizerHook::Impl::SumLive(std::vector<std::uint64_t>* out) {
   out->assign(guarded.size(), 0);
   if (guarded.empty()) return absl::OkStatus();
-  KEDGE_RETURN_IF_ERROR(sums->Enqueue(guard_stream.get()));
-  KEDGE_RETURN_IF_ERROR(device->WaitForStream(guard_stream.get()));
+  KEDGE_RETURN_IF_ERROR(
+      WaitOut(device, guard_stream.get(), sums->Enqueue(guard_stream.get())));
   const std::span<const std::uint64_t> found = sums->residues();
   out->assign(found.begin(), found.end());
   return absl::OkStatus();

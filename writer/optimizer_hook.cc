@@ -188,7 +188,7 @@ std::string OptimizerHook::Impl::PartText(std::uint32_t part) const {
 absl::Status OptimizerHook::Impl::Guard(HookResult* result) {
   if (guarded.empty()) return absl::OkStatus();
   const auto start = Clock::now();
-  KEDGE_RETURN_IF_ERROR(device->WaitForStream(guard_stream.get()));
+  KEDGE_RETURN_IF_ERROR(WaitOut(device, guard_stream.get()));
   result->guard_seconds = SecondsSince(start);
   result->guard_bytes = sums->bytes();
   const std::span<const std::uint64_t> found = sums->residues();
@@ -231,7 +231,8 @@ absl::Status OptimizerHook::Impl::Prepare(
                      "says"));
   }
   if (!guarded.empty()) {
-    KEDGE_RETURN_IF_ERROR(sums->Enqueue(guard_stream.get()));
+    const absl::Status enqueued = sums->Enqueue(guard_stream.get());
+    if (!enqueued.ok()) return WaitOut(device, guard_stream.get(), enqueued);
   }
   // Beside the guard: nothing is visible before the commit.
   absl::Status drained;

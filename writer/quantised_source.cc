@@ -86,8 +86,6 @@ absl::Status QuantisedSource::Quantise(const QuantisedPart& part,
   task.values = values_.data();
   task.scales = scales_.as<float>();
   const DeviceStream stream = stream_.get();
-  KEDGE_RETURN_IF_ERROR(
-      device_->Copy(task_.data(), &task, sizeof(task), stream));
   QuantiseBatch batch;
   batch.tasks = task_.as<QuantiseTask>();
   batch.task_count = 1;
@@ -96,10 +94,15 @@ absl::Status QuantisedSource::Quantise(const QuantisedPart& part,
   batch.scale_kind = part.scale_kind;
   batch.floor = part.floor;
   batch.first_bad_block = bad_.as<std::uint64_t>();
-  KEDGE_RETURN_IF_ERROR(device_->Quantise(batch, stream));
-  KEDGE_RETURN_IF_ERROR(device_->Copy(&pinned->bad_block, bad_.data(),
-                                      sizeof(std::uint64_t), stream));
-  KEDGE_RETURN_IF_ERROR(device_->WaitForStream(stream));
+  const absl::Status enqueued = [&]() -> absl::Status {
+    KEDGE_RETURN_IF_ERROR(
+        device_->Copy(task_.data(), &task, sizeof(task), stream));
+    KEDGE_RETURN_IF_ERROR(device_->Quantise(batch, stream));
+    return device_->Copy(&pinned->bad_block, bad_.data(), sizeof(std::uint64_t),
+                         stream);
+  }();
+  // Also after an error: the trainer's weights are being read.
+  KEDGE_RETURN_IF_ERROR(WaitOut(device_, stream, enqueued));
   if (pinned->bad_block == ~std::uint64_t{0}) return absl::OkStatus();
   return absl::FailedPreconditionError(absl::StrCat(
       "tensor \"", part.name, "\": a NaN or an infinity among rows [",

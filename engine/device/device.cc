@@ -31,4 +31,12 @@ OwnedEvent::~OwnedEvent() {
   if (event_ != nullptr) device_->DestroyEvent(event_);
 }
 
+absl::Status WaitOut(Device* device, DeviceStream stream,
+                     absl::Status enqueued) {
+  const absl::Status waited = device->WaitForStream(stream);
+  if (!waited.ok()) device->WaitForStream(stream).IgnoreError();
+  enqueued.Update(waited);
+  return enqueued;
+}
+
 }  // namespace kedge

@@ -183,6 +183,12 @@ class Device {
   virtual void DestroyEvent(DeviceEvent event) = 0;
 };
 
+// Waits for `stream`, also where enqueuing failed (`enqueued`): what was
+// enqueued uses memory that its owner is about to use again. A wait that fails
+// says nothing about the work, and is made once more. Returns the first error.
+absl::Status WaitOut(Device* device, DeviceStream stream,
+                     absl::Status enqueued = absl::OkStatus());
+
 }  // namespace kedge
 
 #endif  // KEDGE_ENGINE_DEVICE_DEVICE_H_
