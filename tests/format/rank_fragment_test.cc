@@ -13,7 +13,6 @@
 #include "kedge/format/limits.h"
 #include "kedge/format/manifest.h"
 #include "kedge/tests/format/manifest_samples.h"
-#include "kedge/tests/support/sanitized.h"
 #include "rank_fragment_generated.h"
 
 namespace kedge {
@@ -136,7 +135,7 @@ TEST(RankFragmentTest, DamageIsRejectedOrHarmless) {
   ASSERT_TRUE(bytes.ok()) << bytes.status();
   int passed = 0;
   samples::ForEachDamage(
-      *bytes, kSanitized ? 10000 : 30000,
+      *bytes, 30000,
       [&](std::span<const std::byte> damaged, const std::string& what) {
         const auto parsed = ParseRankFragment("fragment", damaged);
         if (!parsed.ok()) return;

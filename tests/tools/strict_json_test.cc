@@ -10,7 +10,6 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
-#include "kedge/tests/support/sanitized.h"
 
 namespace kedge {
 namespace {
@@ -86,9 +85,8 @@ TEST(StrictJsonTest, RejectsNestingBeyondTheLimit) {
   const absl::Status status = Parse("[[[[[]]]]]", 4);
   EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
   EXPECT_THAT(std::string(status.message()), HasSubstr("at most 4 levels"));
-  const std::size_t depth = kSanitized ? 500'000 : 5'000'000;
-  EXPECT_FALSE(Parse(std::string(depth, '['), 4).ok());
-  EXPECT_FALSE(Parse(std::string(depth, '['), 10'000'000).ok());
+  EXPECT_FALSE(Parse(std::string(5'000'000, '['), 4).ok());
+  EXPECT_FALSE(Parse(std::string(5'000'000, '['), 10'000'000).ok());
 }
 
 TEST(StrictJsonTest, RejectsWhatJsonDoesNotAllow) {

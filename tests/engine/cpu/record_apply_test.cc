@@ -183,7 +183,6 @@ TEST(RecordApplyTest, TurnsOldIntoNewInEveryLayout) {
       for (const std::uint32_t unit_bytes : {1u, 2u, 4u}) {
         const std::uint32_t per_element = unit_bytes == 4 && seed % 2 ? 2 : 1;
         std::mt19937_64 rng(++seed);
-        if (kSanitized && seed % 4 != 0) continue;
         SCOPED_TRACE(absl::StrCat("seed ", seed, " shape ",
                                   absl::StrJoin(shape, "x"), " unit bytes ",
                                   unit_bytes));
@@ -259,7 +258,6 @@ TEST(RecordApplyTest, CheckGivesCountAndSum) {
     for (const Shape& shape : testing::TestShapes()) {
       for (const std::uint32_t unit_bytes : {1u, 2u, 4u}) {
         std::mt19937_64 rng(++seed);
-        if (kSanitized && seed % 4 != 0) continue;
         SCOPED_TRACE(
             absl::StrCat("seed ", seed, " shape ", absl::StrJoin(shape, "x")));
         const Step step = MakeStep(rng, shape, unit_bytes, 1);
@@ -349,8 +347,7 @@ TEST(RecordApplyTest, EveryBitFlipAgreesWithThePlainDecoder) {
       Perturb(rng, density, Values::kAnything, unit_bytes, after);
       RecordBytes record(EncodeRecordScalar(
           grid, slice, unit_bytes, PlainDiff(before, after, unit_bytes)));
-      for (std::size_t bit = 0; bit < 8 * record.span().size();
-           bit += kSanitized ? 5 : 1) {
+      for (std::size_t bit = 0; bit < 8 * record.span().size(); ++bit) {
         record.span()[bit / 8] ^= static_cast<std::byte>(1 << (bit % 8));
         std::uint64_t sum = 0;
         const absl::Status plain = VisitRecord(
@@ -413,7 +410,6 @@ TEST(RecordApplyTest, CopiesBetweenSlicesAndBoxes) {
     for (const std::uint32_t unit_bytes : {1u, 2u, 4u}) {
       const std::uint32_t per_element = unit_bytes == 4 && seed % 2 ? 2 : 1;
       std::mt19937_64 rng(++seed);
-      if (kSanitized && seed % 4 != 0) continue;
       SCOPED_TRACE(
           absl::StrCat("seed ", seed, " shape ", absl::StrJoin(shape, "x")));
       const Step step = MakeStep(rng, shape, unit_bytes, per_element);
