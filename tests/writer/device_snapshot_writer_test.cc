@@ -27,12 +27,12 @@
 #include "gtest/gtest.h"
 #include "kedge/engine/cpu/cpu_device.h"
 #include "kedge/engine/io/store.h"
-#include "kedge/reader/fsck.h"
 #include "kedge/tests/support/fault_file_system.h"
 #include "kedge/tests/support/temp_directory.h"
 #include "kedge/tests/support/test_model.h"
 #include "kedge/tests/writer/hook_trainer.h"
 #include "kedge/tests/writer/rank_world.h"
+#include "kedge/tests/writer/store_checks.h"
 #include "kedge/writer/local_coordinator.h"
 
 namespace kedge {
@@ -106,15 +106,6 @@ class SnapshotInTest : public ::testing::Test {
     EXPECT_TRUE(store.ok()) << store.status();
     return PosixFileSystem()->Stat((*store)->AnchorPath(step)).ok();
   }
-  void ExpectClean() {
-    FsckOptions options;
-    options.store_path = temp_.Join("store");
-    options.deep = true;
-    const auto report = Fsck(options);
-    ASSERT_TRUE(report.ok()) << report.status();
-    EXPECT_TRUE(report->clean()) << FormatFsckReport(*report);
-  }
-
   const MemoryKind kind_;
   const TempDirectory temp_;
   FaultFileSystem fs_;  // syncs nothing to the disk
@@ -171,7 +162,7 @@ TEST_P(DeviceSnapshotWriterTest, PublishesWhatTheTensorsHold) {
   ASSERT_TRUE(empty.ok()) << empty.status();
   EXPECT_EQ(empty->records, 0u);
   ExpectVersion(7);
-  ExpectClean();
+  ExpectClean(temp_.Join("store"));
 }
 
 TEST_P(DeviceSnapshotWriterTest, OnlyASuccessMovesTheSnapshotOn) {
@@ -186,7 +177,7 @@ TEST_P(DeviceSnapshotWriterTest, OnlyASuccessMovesTheSnapshotOn) {
   const auto result = (*writer)->Publish(2);
   ASSERT_TRUE(result.ok()) << result.status();
   ExpectVersion(2);
-  ExpectClean();
+  ExpectClean(temp_.Join("store"));
 }
 
 TEST_P(DeviceSnapshotWriterTest, NamesATensorThatChangesDuringThePublish) {
@@ -333,7 +324,7 @@ TEST_F(BackgroundAnchorTest, TheTrainerGoesOnAndTheAnchorIsTheVersion) {
   ASSERT_TRUE(next.ok()) << next.status();
   EXPECT_THAT(next->warnings, IsEmpty());
   ExpectVersion(2, expected());
-  ExpectClean();
+  ExpectClean(temp_.Join("store"));
 }
 
 TEST_F(BackgroundAnchorTest,
@@ -370,7 +361,7 @@ TEST_F(BackgroundAnchorTest,
   EXPECT_TRUE((*writer)->WaitForAnchor().ok());
   ExpectVersion(1, published, /*joined=*/true);
   ExpectVersion(2, trainer_.Expected(), /*joined=*/true);
-  ExpectClean();
+  ExpectClean(temp_.Join("store"));
 }
 
 TEST_F(BackgroundAnchorTest, OneThatFailsIsToldAndHarmsNoStep) {
@@ -417,7 +408,7 @@ TEST_F(BackgroundAnchorTest, OneThatFailsIsToldAndHarmsNoStep) {
   const absl::Status last = (*writer)->WaitForAnchor();
   EXPECT_TRUE(last.ok()) << last;
   ExpectVersion(4, trainer_.Expected(), /*joined=*/true);
-  ExpectClean();
+  ExpectClean(temp_.Join("store"));
 }
 
 TEST_F(BackgroundAnchorTest, TheDestructorWaits) {
@@ -437,7 +428,7 @@ TEST_F(BackgroundAnchorTest, TheDestructorWaits) {
   (*writer).reset();
   releaser.join();
   ExpectVersion(1, published, /*joined=*/true);
-  ExpectClean();
+  ExpectClean(temp_.Join("store"));
 }
 
 TEST_F(BackgroundAnchorTest, TheForegroundCanBeHad) {
@@ -554,7 +545,7 @@ TEST_P(BackgroundAnchorRanksTest, EveryAnchorIsItsVersion) {
   for (std::uint64_t step = 1; step <= 5; ++step) {
     ExpectVersion(step, versions[step], /*joined=*/step % 3 != 0);
   }
-  ExpectClean();
+  ExpectClean(temp_.Join("store"));
 }
 
 TEST_P(BackgroundAnchorRanksTest, AFailureOfOneIsToldToBothAndBothGoOn) {
@@ -588,7 +579,7 @@ TEST_P(BackgroundAnchorRanksTest, AFailureOfOneIsToldToBothAndBothGoOn) {
   }
   EXPECT_EQ(second[0].anchor_bytes, second[1].anchor_bytes);
   ExpectVersion(2, trainer_.Expected(), /*joined=*/true);
-  ExpectClean();
+  ExpectClean(temp_.Join("store"));
 }
 
 }  // namespace

@@ -20,14 +20,13 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kedge/engine/cpu/cpu_device.h"
-#include "kedge/engine/io/store.h"
-#include "kedge/reader/fsck.h"
 #include "kedge/tests/support/fault_file_system.h"
 #include "kedge/tests/support/sanitized.h"
 #include "kedge/tests/support/temp_directory.h"
 #include "kedge/tests/support/test_model.h"
 #include "kedge/tests/writer/hook_trainer.h"
 #include "kedge/tests/writer/rank_world.h"
+#include "kedge/tests/writer/store_checks.h"
 #include "kedge/writer/device_snapshot_writer.h"
 #include "kedge/writer/local_coordinator.h"
 
@@ -36,31 +35,6 @@ namespace {
 
 using std::chrono::milliseconds;
 using ::testing::HasSubstr;
-
-void ExpectVersion(const std::string& path, std::uint64_t step,
-                   const ModelBytes& expected) {
-  const auto store = Store::Open(PosixFileSystem(), path);
-  ASSERT_TRUE(store.ok()) << store.status();
-  const auto published = (*store)->ReadStep(step);
-  ASSERT_TRUE(published.ok()) << published.status();
-  const auto model = ReadModel(**store, *published);
-  ASSERT_TRUE(model.ok()) << model.status();
-  ASSERT_EQ(model->size(), expected.size());
-  for (const auto& [name, bytes] : expected) {
-    ASSERT_TRUE(model->count(name)) << name;
-    EXPECT_TRUE(model->at(name) == bytes) << "v" << step << ": " << name;
-  }
-}
-
-void ExpectClean(const std::string& path) {
-  FsckOptions options;
-  options.store_path = path;
-  options.deep = true;
-  options.io_threads = 2;
-  const auto report = Fsck(options);
-  ASSERT_TRUE(report.ok()) << report.status();
-  EXPECT_TRUE(report->clean()) << FormatFsckReport(*report);
-}
 
 class HookEdgesTest : public ::testing::Test {
  protected:

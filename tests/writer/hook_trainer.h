@@ -306,7 +306,9 @@ class HookTrainer {
   }
 
   // What the tensors, or the shards that are here, should be, by name.
-  ModelBytes Expected() const {
+  // Not `quantised`: the source of fp8 tensors in their place, as a writer has
+  // it that is told of no fp8.
+  ModelBytes Expected(bool quantised = true) const {
     ModelBytes model;
     for (const TrainerTensor& tensor : tensors_) {
       if (!tensor.tied_to.empty()) continue;
@@ -319,11 +321,11 @@ class HookTrainer {
         }
         return static_cast<std::byte*>(nullptr);
       });
-      const auto quantised = std::find_if(
+      const auto fp8 = std::find_if(
           quantised_.begin(), quantised_.end(),
           [&](const QuantisedTensor& q) { return q.tensor == tensor.name; });
-      if (quantised != quantised_.end()) {
-        AddFp8(bytes, tensor.shape[1], *quantised, &model);
+      if (quantised && fp8 != quantised_.end()) {
+        AddFp8(bytes, tensor.shape[1], *fp8, &model);
         continue;
       }
       auto& all = model[tensor.name];

@@ -31,6 +31,7 @@
 #include "kedge/tests/support/test_model.h"
 #include "kedge/tests/writer/hook_trainer.h"
 #include "kedge/tests/writer/rank_world.h"
+#include "kedge/tests/writer/store_checks.h"
 #include "kedge/writer/local_coordinator.h"
 #include "kedge/writer/snapshot_writer.h"
 
@@ -61,33 +62,6 @@ CpuDeviceOptions Late() {
   CpuDeviceOptions options;
   options.delay = std::chrono::microseconds(20);
   return options;
-}
-
-void ExpectVersion(const std::string& path, std::uint64_t step,
-                   const ModelBytes& expected) {
-  const auto store = Store::Open(PosixFileSystem(), path);
-  ASSERT_TRUE(store.ok()) << store.status();
-  const auto published = (*store)->ReadStep(step);
-  ASSERT_TRUE(published.ok()) << published.status();
-  const auto model = ReadModel(**store, *published);
-  ASSERT_TRUE(model.ok()) << model.status();
-  ASSERT_EQ(model->size(), expected.size());
-  for (const auto& [name, bytes] : expected) {
-    ASSERT_TRUE(model->count(name)) << name;
-    EXPECT_TRUE(model->at(name) == bytes) << "v" << step << ": " << name;
-  }
-}
-
-FsckReport ExpectClean(const std::string& path) {
-  FsckOptions options;
-  options.store_path = path;
-  options.deep = true;
-  options.io_threads = 2;
-  const auto report = Fsck(options);
-  EXPECT_TRUE(report.ok()) << report.status();
-  if (!report.ok()) return {};
-  EXPECT_TRUE(report->clean()) << FormatFsckReport(*report);
-  return *report;
 }
 
 TEST(OptimizerHookTest, PublishesWhatTheOptimizerWrote) {
