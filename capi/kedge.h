@@ -494,8 +494,11 @@ KEDGE_API kedge_status kedge_hook_has_passed(const kedge_hook* hook,
 KEDGE_API kedge_status kedge_hook_wait_for(const kedge_hook* hook,
                                            uint64_t ticket,
                                            kedge_error** error);
-/* Waits until every chunk is diffed. KEDGE_FAILED_PRECONDITION names parameters
- * that were written in part or not at all ("never written"). */
+/* Waits until every chunk is diffed and its new weights are where they belong,
+ * which they are also when the step cannot be published, but for two errors:
+ * KEDGE_UNAVAILABLE after the deadline (they may still come), and one that says
+ * "did not arrive". KEDGE_FAILED_PRECONDITION names parameters that were
+ * written in part or not at all ("never written"). */
 KEDGE_API kedge_status kedge_hook_end_step(kedge_hook* hook,
                                            kedge_error** error);
 /* Checks live weights against what the step wrote, then publishes it. May be

@@ -402,9 +402,7 @@ absl::Status DeviceBackend::Sum(const SharedBinding& binding,
     sums->residues.assign(binding->residue_count(), 0);
     return absl::OkStatus();
   }
-  absl::Status status = ready->Enqueue(stream_);
-  status.Update(WaitOut(device_, stream_));
-  KEDGE_RETURN_IF_ERROR(status);
+  KEDGE_RETURN_IF_ERROR(WaitOut(device_, stream_, ready->Enqueue(stream_)));
   const std::span<const std::uint64_t> residues = ready->residues();
   KEDGE_CHECK(residues.size() == binding->residue_count());
   sums->residues.assign(residues.begin(), residues.end());
@@ -565,8 +563,7 @@ absl::Status DeviceBackend::Read(StagedDelta* staged) {
   // Also after an error: nothing may be in flight to memory that is given back.
   status.Update(ring_->WaitForAll());
   if (status.ok() && check_records_) {
-    status = CheckOnDevice(*delta);
-    status.Update(WaitOut(device_, stage_stream_.get()));
+    status = WaitOut(device_, stage_stream_.get(), CheckOnDevice(*delta));
   }
   return status;
 }
@@ -818,10 +815,9 @@ absl::Status DeviceBackend::CheckOnDevice(const DeviceDelta& delta) {
 
   KEDGE_ASSIGN_OR_RETURN(const PinnedRing::Use slot, ring_->Take());
   const auto fetch = [&](const void* from, std::uint64_t bytes) {
-    absl::Status status =
-        device_->Copy(slot->pinned.data(), from, bytes, stage_stream_.get());
-    status.Update(WaitOut(device_, stage_stream_.get()));
-    return status;
+    return WaitOut(
+        device_, stage_stream_.get(),
+        device_->Copy(slot->pinned.data(), from, bytes, stage_stream_.get()));
   };
   KEDGE_RETURN_IF_ERROR(fetch(delta.check_outcome, sizeof(ApplyOutcome)));
   const ApplyOutcome outcome = *slot->pinned.as<const ApplyOutcome>();
@@ -859,9 +855,9 @@ absl::Status DeviceBackend::BadTile(const DeviceDelta& delta,
   static_assert(sizeof(ApplyTile) <= kMaxStaged * sizeof(ApplyOutcome));
   absl::Status read = absl::UnavailableError("no such tile");
   if (outcome.first_bad_tile < delta.all_tiles) {
-    read = device_->Copy(tile, delta.tiles + outcome.first_bad_tile,
-                         sizeof(*tile), stage_stream_.get());
-    read.Update(WaitOut(device_, stage_stream_.get()));
+    read = WaitOut(device_, stage_stream_.get(),
+                   device_->Copy(tile, delta.tiles + outcome.first_bad_tile,
+                                 sizeof(*tile), stage_stream_.get()));
   }
   if (read.ok() && tile->record < delta.records.size()) {
     const DeltaRecord& info = delta.info(tile->record);
@@ -898,8 +894,7 @@ absl::Status DeviceBackend::Apply(const Binding&, const Deltas& deltas,
                            deltas.size() * sizeof(ApplyOutcome), stream_);
   }
   // Also after an error: what was enqueued reads memory that is given back.
-  status.Update(WaitOut(device_, stream_));
-  KEDGE_RETURN_IF_ERROR(status);
+  KEDGE_RETURN_IF_ERROR(WaitOut(device_, stream_, status));
   for (std::size_t i = 0; i < deltas.size(); ++i) {
     const auto& delta = static_cast<const DeviceDelta&>(*deltas[i]);
     if (delta.needed_tiles == 0) continue;

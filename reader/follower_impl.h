@@ -142,12 +142,11 @@ struct Follower::Impl {
   // Replaces the chain by one through an older anchor; returns the first
   // failure if there is none.
   absl::Status UseOlderAnchor(const absl::Status& error, Prepared* next);
-  // Stages the deltas of the chain that come next, as many as there is room
-  // for, at least one.
   // Adds what `read` reads of files to next->bytes_read.
   absl::Status Counted(Prepared* next,
                        const std::function<absl::Status()>& read);
-  // As many deltas as there is room for; `read`: and reads them.
+  // Stages the deltas of the chain that come next, as many as there is room
+  // for, at least one; `read`: and reads them.
   absl::Status StageDeltas(Prepared* next, bool read);
   // Those that were staged and not read, until `stop`.
   absl::Status ReadDeltas(Prepared* next, const std::atomic<bool>& stop);

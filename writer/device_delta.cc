@@ -595,7 +595,7 @@ absl::Status DeviceDelta::Drain(StoreWriter::DeltaAttempt* attempt) {
   }();
   for (const int i : {0, 1}) drained.Update(settle(i));
   // No copy goes on into a buffer that is used again.
-  if (!drained.ok()) device_->WaitForStream(stream).IgnoreError();
+  if (!drained.ok()) WaitOut(device_, stream).IgnoreError();
   return drained;
 }
 

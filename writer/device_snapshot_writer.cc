@@ -309,7 +309,7 @@ absl::Status DeviceSnapshotWriter::Impl::Diff() {
         }
         return device->Record(slot->arrived, stream.get());
       }();
-      if (!filled.ok()) device->WaitForStream(stream.get()).IgnoreError();
+      if (!filled.ok()) WaitOut(device, stream.get()).IgnoreError();
       delta->Submit(filled.ok(), filled);
       at = end;
     }

@@ -231,10 +231,6 @@ absl::Status OptimizerHook::Impl::TakeCarry(std::uint32_t parameter) {
       "write one after the other"));
 }
 
-// A trainer that hears of a failure may put its weights right at once: nothing
-// of the hook's own moves any more.
-absl::Status OptimizerHook::Impl::Quiesce() { return delta->WaitUntilIdle(); }
-
 // The trainer's copy, without the hook; waits for it.
 absl::Status OptimizerHook::Impl::PlainCopy(std::uint32_t parameter,
                                             std::uint64_t begin,
@@ -243,8 +239,7 @@ absl::Status OptimizerHook::Impl::PlainCopy(std::uint32_t parameter,
                                             DeviceStream stream) {
   auto* const to =
       static_cast<std::byte*>(options.parameters[parameter].data) + begin;
-  KEDGE_RETURN_IF_ERROR(device->Copy(to, source, bytes, stream));
-  return device->WaitForStream(stream);
+  return WaitOut(device, stream, device->Copy(to, source, bytes, stream));
 }
 
 absl::StatusOr<std::uint64_t> OptimizerHook::Impl::UpdateChunk(
@@ -281,7 +276,7 @@ absl::StatusOr<std::uint64_t> OptimizerHook::Impl::UpdateChunk(
   absl::Status copied;
   if (!filled.ok()) {
     // The trainer goes on with its new weights, whatever becomes of the delta.
-    device->WaitForStream(stream).IgnoreError();
+    WaitOut(device, stream).IgnoreError();
     copied = PlainCopy(parameter, begin, bytes, source, stream);
     FailStep(filled);
   }
@@ -402,7 +397,7 @@ absl::StatusOr<OptimizerHook::Ticket> OptimizerHook::OnUpdate(
       impl.FailStep(refused);
     }
     // An earlier copy to the same bytes must not come after this one.
-    KEDGE_RETURN_IF_ERROR(impl.Quiesce());
+    KEDGE_RETURN_IF_ERROR(impl.delta->WaitUntilIdle());
     KEDGE_RETURN_IF_ERROR(
         impl.PlainCopy(parameter, begin, bytes, pinned_source, h2d_stream));
     return refused;
@@ -423,7 +418,9 @@ absl::StatusOr<OptimizerHook::Ticket> OptimizerHook::OnUpdate(
                          h2d_stream, jobs, &ticket);
     if (!done.ok()) {
       impl.FailStep(done.status());
-      impl.Quiesce().IgnoreError();
+      // A trainer that hears of a failure may put its weights right at once:
+      // nothing of the hook's own moves any more.
+      impl.delta->WaitUntilIdle().IgnoreError();
       // There is no ticket: the source is free when this returns.
       impl.feed->WaitFor(jobs).IgnoreError();
       impl.delta->WaitFor(ticket.number).IgnoreError();

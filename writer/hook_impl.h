@@ -172,7 +172,6 @@ struct OptimizerHook::Impl {
     return delta->carry(carry) + (is_new ? carry_half : 0);
   }
   absl::Status TakeCarry(std::uint32_t parameter);
-  absl::Status Quiesce();
   absl::Status PlainCopy(std::uint32_t parameter, std::uint64_t begin,
                          std::uint64_t bytes, const void* source,
                          DeviceStream stream);

@@ -7,6 +7,7 @@
 #include "kedge/format/status.h"
 
 namespace kedge {
+
 absl::StatusOr<std::uint64_t> WritePiece(File& file, std::uint64_t offset,
                                          std::span<const std::byte> bytes,
                                          const PieceKey& key,
