@@ -2,6 +2,9 @@
 // one run and interleaved: diff + encode, the guard's checksum, the quantiser.
 //
 //   kedge_encode_bench [--bytes N] [--rounds R] [--device cuda:0] [--json FILE]
+//                      [--dtype bf16]
+//
+// --dtype: diff + encode of that dtype alone, to compare kernels quickly.
 //
 // Every result is checked before anything is timed: each tile's header against
 // the changes that were made, and a sample of tiles byte for byte against
@@ -40,6 +43,7 @@ struct Options {
   std::uint64_t rounds = 15;
   std::uint64_t tiles_checked = 4096;
   std::uint64_t seed = 1;
+  std::string dtype;  // empty: all, and the other kernels
   std::string json;
   std::string commit;
 };
@@ -736,30 +740,38 @@ absl::Status Bench::Go() {
                         {"f32", 4, half, {0.001, 0.01, 0.03}}};
   std::uint64_t tiles = 0;
   for (const Kind& kind : kinds) {
+    if (!options_.dtype.empty() && options_.dtype != kind.dtype) continue;
     KEDGE_ASSIGN_OR_RETURN(
         std::unique_ptr<Data> data,
         Make(kind.dtype, kind.unit_bytes, kind.bytes, kind.densities));
     tiles = std::max(tiles, data->tiles);
     data_.push_back(std::move(data));
   }
+  if (data_.empty()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "--dtype: expected bf16, f8_e4m3 or f32, found ", options_.dtype));
+  }
   KEDGE_ASSIGN_OR_RETURN(tiles_, device_.Allocate(MemoryKind::kDevice,
                                                   tiles * sizeof(EncodedTile)));
-  KEDGE_ASSIGN_OR_RETURN(scratch_,
-                         device_.Allocate(MemoryKind::kDevice,
-                                          tiles * sizeof(std::uint32_t)));
+  KEDGE_ASSIGN_OR_RETURN(
+      scratch_,
+      device_.Allocate(MemoryKind::kDevice, tiles * sizeof(std::uint32_t)));
   // 3 % of bf16 take an eighth of this.
   KEDGE_ASSIGN_OR_RETURN(
       arena_, device_.Allocate(MemoryKind::kDevice,
                                options_.bytes / 8 + (std::uint64_t{1} << 20)));
-  const Data& bf16 = *data_.front();
+  const Data& first = *data_.front();
   KEDGE_ASSIGN_OR_RETURN(read_pass_,
                          DifferencePass::Make(&bench_, stream_.get()));
-  KEDGE_RETURN_IF_ERROR(read_pass_.Tune(bf16.device.data(),
-                                        bf16.variants[1].device.data(),
-                                        bf16.bytes() / 16 * 16, stream_.get()));
+  KEDGE_RETURN_IF_ERROR(
+      read_pass_.Tune(first.device.data(), first.variants[1].device.data(),
+                      first.bytes() / 16 * 16, stream_.get()));
   for (const auto& data : data_) KEDGE_RETURN_IF_ERROR(AddEncodeRows(*data));
-  KEDGE_RETURN_IF_ERROR(AddSumRow(bf16));
-  KEDGE_RETURN_IF_ERROR(AddQuantiseRow(bf16));
+  if (options_.dtype.empty()) {
+    // Of bf16.
+    KEDGE_RETURN_IF_ERROR(AddSumRow(first));
+    KEDGE_RETURN_IF_ERROR(AddQuantiseRow(first));
+  }
   return Measure();
 }
 
@@ -781,6 +793,7 @@ int Main(int argc, char** argv) {
       .Number("--rounds", &options.rounds)
       .Number("--tiles-checked", &options.tiles_checked)
       .Number("--seed", &options.seed)
+      .Text("--dtype", &options.dtype)
       .Text("--json", &options.json)
       .Text("--commit", &options.commit);
   if (!flags.Parse(argc, argv)) return 2;
