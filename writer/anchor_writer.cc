@@ -151,8 +151,11 @@ absl::Status AnchorWriter::WriteSlices(TensorSource& source,
       const std::lock_guard<std::mutex> lock(mutex);
       l61_[slice.tensor] = L61Add(l61_[slice.tensor], sum);
     }
-    return run.gathered ? WriteAll(file, run.offset, gathered)
-                        : absl::OkStatus();
+    if (run.gathered) {
+      KEDGE_RETURN_IF_ERROR(WriteAll(file, run.offset, gathered));
+    }
+    writeback_.Add(&file, run.offset, run.bytes);
+    return absl::OkStatus();
   };
 
   // Round-robin over the files, so that all of them are written at once.
@@ -246,10 +249,11 @@ absl::Status AnchorWriter::WriteUnits(std::uint32_t tensor,
     KEDGE_ASSIGN_OR_RETURN(piece_hashes_[slice.file][piece],
                            WritePiece(file, slice.offset + within, data, key));
     written_[slice.file][piece] = kHashed;
-    return absl::OkStatus();
+  } else {
+    KEDGE_RETURN_IF_ERROR(WriteAll(file, slice.offset + within, data));
+    written_[slice.file][piece] += bytes;
   }
-  KEDGE_RETURN_IF_ERROR(WriteAll(file, slice.offset + within, data));
-  written_[slice.file][piece] += bytes;
+  writeback_.Add(&file, slice.offset + within, bytes);
   return absl::OkStatus();
 }
 
@@ -317,6 +321,7 @@ absl::Status AnchorWriter::WriteHeaders() {
 absl::StatusOr<AnchorPart> AnchorWriter::Seal() {
   KEDGE_RETURN_IF_ERROR(WriteHeaders());
   KEDGE_RETURN_IF_ERROR(HashPiecesInParts());
+  writeback_.Stop();
   KEDGE_RETURN_IF_ERROR(staging_->SealFiles(*pool_));
   AnchorPart part;
   for (std::size_t f = 0; f < files_.size(); ++f) {

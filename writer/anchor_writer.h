@@ -18,6 +18,7 @@
 #include "kedge/engine/device/kernel_tasks.h"
 #include "kedge/engine/io/io_pool.h"
 #include "kedge/engine/io/staging.h"
+#include "kedge/engine/io/writeback.h"
 #include "kedge/format/anchor_layout.h"
 #include "kedge/format/manifest.h"
 #include "kedge/writer/tensor_source.h"
@@ -111,6 +112,7 @@ class AnchorWriter {
   const AnchorLayout* layout_ = nullptr;
   std::unique_ptr<StagingDirectory> staging_;
   std::vector<File*> files_;
+  Writeback writeback_;  // of files_; stops before staging_ closes them
   // By file and piece. A piece's hash stands once `written_` says kHashed.
   std::vector<std::vector<std::uint64_t>> piece_hashes_;
   std::vector<std::unique_ptr<std::atomic<std::uint64_t>[]>> written_;  // bytes

@@ -36,7 +36,8 @@ class MappedRegion {
 };
 
 // An open file. Thread safety: the positioned calls (ReadSome, WriteSome,
-// WillRead) may run concurrently; the others may not run beside any call.
+// WillRead, StartWriteback) may run concurrently; the others may not run beside
+// any call.
 class File {
  public:
   // Closes without reporting an error; writers call Close().
@@ -64,9 +65,9 @@ class File {
   // Tells the system that the range will be read soon (posix_fadvise).
   virtual void WillRead(std::uint64_t offset, std::uint64_t bytes) = 0;
   // Lets storage begin with bytes that have been written, so that Sync waits
-  // for less. A hint: nothing follows from it.
-  virtual void StartWriteback(std::uint64_t /*offset*/,
-                              std::uint64_t /*bytes*/) {}
+  // for less (sync_file_range). A hint: nothing follows from it. Waits while
+  // the device's queue is full.
+  virtual void StartWriteback(std::uint64_t offset, std::uint64_t bytes) = 0;
 };
 
 enum class FileType { kRegular, kDirectory, kOther };

@@ -213,6 +213,7 @@ class PosixFile final : public File {
   }
 
   void StartWriteback(std::uint64_t offset, std::uint64_t bytes) override {
+    if (!CheckRange(path_, offset, bytes).ok()) return;
     sync_file_range(descriptor_, static_cast<off_t>(offset),
                     static_cast<off_t>(bytes), SYNC_FILE_RANGE_WRITE);
   }

@@ -41,6 +41,9 @@ class StagedFile final : public File {
   void WillRead(std::uint64_t offset, std::uint64_t bytes) override {
     file_->WillRead(offset, bytes);
   }
+  void StartWriteback(std::uint64_t offset, std::uint64_t bytes) override {
+    file_->StartWriteback(offset, bytes);
+  }
 
  private:
   absl::Status Checked(absl::Status status) {

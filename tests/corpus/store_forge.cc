@@ -64,6 +64,7 @@ class MemoryFile final : public File {
     return absl::UnimplementedError("memory files are not mapped");
   }
   void WillRead(std::uint64_t, std::uint64_t) override {}
+  void StartWriteback(std::uint64_t, std::uint64_t) override {}
 
  private:
   std::string path_;

@@ -56,6 +56,7 @@ class NullFile final : public File {
     return std::make_unique<ZeroRegion>(bytes);
   }
   void WillRead(std::uint64_t, std::uint64_t) override {}
+  void StartWriteback(std::uint64_t, std::uint64_t) override {}
 
  private:
   std::string path_;
@@ -247,6 +248,11 @@ class FaultFileSystem::FaultFile final : public File {
         .IgnoreError();
   }
 
+  void StartWriteback(std::uint64_t offset, std::uint64_t bytes) override {
+    fs_->bytes_started_ += bytes;
+    file_->StartWriteback(offset, bytes);
+  }
+
  private:
   Operation Ranged(FileOperation kind, std::uint64_t offset,
                    std::uint64_t bytes) const {
@@ -281,6 +287,7 @@ void FaultFileSystem::Reset() {
   log_.clear();
   counts_.fill(0);
   bytes_read_ = bytes_written_ = bytes_mapped_ = 0;
+  bytes_started_ = 0;
 }
 
 std::int64_t FaultFileSystem::operation_count() const {
@@ -302,6 +309,8 @@ std::uint64_t FaultFileSystem::bytes_written() const {
   const std::lock_guard lock(mutex_);
   return bytes_written_;
 }
+
+std::uint64_t FaultFileSystem::bytes_started() const { return bytes_started_; }
 
 std::uint64_t FaultFileSystem::bytes_mapped() const {
   const std::lock_guard lock(mutex_);

@@ -38,8 +38,9 @@
 
 namespace kedge {
 
-// One value for each method of FileSystem and File, but for path(). Files and
-// mappings that are merely destroyed are no operation.
+// One value for each method of FileSystem and File, but for path() and
+// StartWriteback, which comes from threads of its own and whose outcome nobody
+// sees. Files and mappings that are merely destroyed are no operation.
 enum class FileOperation {
   kOpenForRead,
   kCreateExclusive,
@@ -133,6 +134,7 @@ class FaultFileSystem final : public FileSystem {
   std::uint64_t bytes_read() const;     // moved by read
   std::uint64_t bytes_written() const;  // moved by write
   std::uint64_t bytes_mapped() const;
+  std::uint64_t bytes_started() const;  // given to StartWriteback
   std::vector<Operation> log() const;
   std::string LogText() const;  // one operation a line
 
@@ -176,6 +178,7 @@ class FaultFileSystem final : public FileSystem {
   std::uint64_t bytes_read_ ABSL_GUARDED_BY(mutex_) = 0;
   std::uint64_t bytes_written_ ABSL_GUARDED_BY(mutex_) = 0;
   std::uint64_t bytes_mapped_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::atomic<std::uint64_t> bytes_started_ = 0;
 };
 
 }  // namespace kedge

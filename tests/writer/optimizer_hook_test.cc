@@ -155,6 +155,40 @@ TEST_F(HookTest, ARingThatRunsFullIsDrainedEarly) {
   ExpectClean(Path());
 }
 
+// Storage begins with an anchor while the step goes on, and with a delta while
+// its records are assembled: what Publish syncs is half done.
+TEST_F(HookTest, StorageBeginsBeforeAnythingIsSynced) {
+  FaultFileSystem fs;
+  AddFew(trainer_);
+  WriterOptions writer = Writer(temp_);
+  writer.fs = &fs;
+  auto made = OptimizerHook::Create(writer, Init(), trainer_.Options());
+  ASSERT_TRUE(made.ok()) << made.status();
+  hook_ = *std::move(made);
+  fs.Reset();
+  ASSERT_TRUE(trainer_.Step(*hook_, 1, true, 0.1).ok());
+  const std::uint64_t written = fs.bytes_written();
+  EXPECT_GT(written, 0u);
+  for (int i = 0; i < 10'000 && fs.bytes_started() < written; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  EXPECT_EQ(fs.bytes_started(), written);
+  ASSERT_TRUE(hook_->Publish().ok());
+
+  fs.Reset();
+  GoOn(2);
+  std::uint64_t segments = 0;
+  for (const Operation& operation : fs.log()) {
+    if (operation.kind == FileOperation::kWrite &&
+        absl::EndsWith(operation.path, ".kds")) {
+      segments += operation.bytes;
+    }
+  }
+  EXPECT_GT(segments, 0u);
+  EXPECT_GE(fs.bytes_started(), segments);
+  ExpectClean(Path());
+}
+
 TEST_F(HookTest, AFailedPublishIsRepeatedFromThePartsThatAreStillThere) {
   FaultFileSystem fs;
   AddFew(trainer_);
