@@ -18,7 +18,7 @@
 // finds its changes, and a warp scan gives each change its place in the warp's
 // list. The order of lanes and steps is the order of units, so nothing has to
 // be sorted. The list is parted into A (|d| = 1) and B; then the block adds up
-// counts and quotients, and every change places its own bits.
+// counts and quotients, and each lane places the bits of consecutive changes.
 //
 // What limits it, at a few percent of changes, is how many instructions a tile
 // takes: two warps a tile, and not four, halve what each warp does once a tile.
@@ -372,6 +372,30 @@ KEDGE_KERNEL_INLINE Lists<Unit> ListsOf(FastShared& shared,
       reinterpret_cast<typename Lists<Unit>::Entry*>(&shared.lists[warp][0])};
 }
 
+// The part of a warp's `count` changes of one list that a lane has.
+struct RunOf {
+  KEDGE_KERNEL_INLINE RunOf(std::uint32_t count, std::uint32_t lane) {
+    const std::uint32_t most = (count + 31) / 32;
+    begin = Min(lane * most, count);
+    end = Min(begin + most, count);
+  }
+  std::uint32_t begin;
+  std::uint32_t end;
+};
+
+// The least index that the first change of a run could have; `next` is that of
+// the warp's first one.
+template <typename Unit>
+KEDGE_KERNEL_INLINE std::uint32_t NextInA(const Lists<Unit>& lists, RunOf run,
+                                          std::uint32_t next) {
+  return run.begin == 0 ? next : IndexOf(lists.A(run.begin - 1)) + 1;
+}
+template <typename Unit>
+KEDGE_KERNEL_INLINE std::uint32_t NextInB(const Lists<Unit>& lists, RunOf run,
+                                          std::uint32_t next) {
+  return run.begin == 0 ? next : IndexOf(lists.B(run.begin - 1)) + 1;
+}
+
 template <typename Unit>
 KEDGE_KERNEL_INLINE std::uint32_t UnitOf(const Bytes16& vector,
                                          std::uint32_t j) {
@@ -578,6 +602,19 @@ KEDGE_KERNEL_INLINE void PutField(Block& block, std::uint32_t* words,
   const auto high = static_cast<std::uint32_t>(bits >> 32);
   block.AtomicOr(&words[at >> 5], static_cast<std::uint32_t>(bits));
   if (high != 0) block.AtomicOr(&words[(at >> 5) + 1], high);
+}
+
+// The same for up to 64 bits.
+template <typename Block>
+KEDGE_KERNEL_INLINE void PutLongField(Block& block, std::uint32_t* words,
+                                      std::uint32_t at, std::uint64_t value) {
+  const std::uint64_t bits = value << (at & 31);
+  const auto middle = static_cast<std::uint32_t>(bits >> 32);
+  const auto high =
+      static_cast<std::uint32_t>((value >> 32) << (at & 31) >> 32);
+  block.AtomicOr(&words[at >> 5], static_cast<std::uint32_t>(bits));
+  if (middle != 0) block.AtomicOr(&words[(at >> 5) + 1], middle);
+  if (high != 0) block.AtomicOr(&words[(at >> 5) + 2], high);
 }
 
 // Sets bit `at` of `words`.
@@ -804,26 +841,38 @@ KEDGE_KERNEL_INLINE void FastEncodeUnits(Block& block, FastShared& shared,
   const std::uint64_t cols = place.slice->grid.cols;
   const bool by_row = a + b > kFewChanges && RowsHaveWeights<Unit>(place, cols);
 
+  // Each lane has consecutive changes of a list: one scan says where the bits
+  // of the first one go, and each of them where those of the next.
+  const RunOf run_a(own_a, lane);
+  const RunOf run_b(own_b, lane);
+  std::uint32_t lane_quotients = 0;  // of A, and of B from bit 16 on
+  std::uint32_t lane_exponents = 0;
+
   {  // What the changes take in the unary planes.
-    std::uint32_t quotients_a = 0;
-    std::uint32_t quotients_b = 0;
-    std::uint32_t exponents = 0;
-    for (std::uint32_t i = lane; i < own_a; i += 32) {
-      const std::uint32_t next = i == 0 ? next_a : IndexOf(lists.A(i - 1)) + 1;
-      quotients_a += (IndexOf(lists.A(i)) - next) >> ka;
+    std::uint32_t next = NextInA<Unit>(lists, run_a, next_a);
+    KEDGE_NO_UNROLL
+    for (std::uint32_t i = run_a.begin; i < run_a.end; ++i) {
+      const std::uint32_t index = IndexOf(lists.A(i));
+      lane_quotients += (index - next) >> ka;
+      next = index + 1;
     }
-    for (std::uint32_t i = lane; i < own_b; i += 32) {
+    next = NextInB<Unit>(lists, run_b, next_b);
+    KEDGE_NO_UNROLL
+    for (std::uint32_t i = run_b.begin; i < run_b.end; ++i) {
       const auto entry = lists.B(i);
-      const std::uint32_t next = i == 0 ? next_b : IndexOf(lists.B(i - 1)) + 1;
-      quotients_b += (IndexOf(entry) - next) >> kb;
-      exponents += FloorLog2(BelowMagnitude(entry));
+      lane_quotients += (IndexOf(entry) - next) >> kb << 16;
+      lane_exponents += FloorLog2(BelowMagnitude(entry));
+      next = IndexOf(entry) + 1;
     }
-    quotients_a = block.ReduceAdd(quotients_a);
-    quotients_b = block.ReduceAdd(quotients_b);
-    exponents = block.ReduceAdd(exponents);
-    if (lane == 0) {
-      shared.sums[warp] = WarpSums{quotients_a, quotients_b, exponents};
+    // A list's quotients stay below 2^14.
+    const std::uint32_t quotients = block.ScanAdd(lane_quotients);
+    const std::uint32_t exponents = block.ScanAdd(lane_exponents);
+    if (lane == 31) {
+      shared.sums[warp] =
+          WarpSums{quotients & 0xffff, quotients >> 16, exponents};
     }
+    lane_quotients = quotients - lane_quotients;  // of the lanes before
+    lane_exponents = exponents - lane_exponents;
     if (by_row) {
       for (std::uint32_t r = block.Thread(); r < place.box.height;
            r += kFastThreads) {
@@ -870,62 +919,64 @@ KEDGE_KERNEL_INLINE void FastEncodeUnits(Block& block, FastShared& shared,
   if (block.Thread() == 0) shared.payload = Reserve(block, batch, bytes);
 
   std::uint64_t l61 = 0;
+  std::uint32_t next = NextInA<Unit>(lists, run_a, next_a);
+  // Of the next change in the unary plane.
+  std::uint32_t unary =
+      unary_a + before_a + (lane_quotients & 0xffff) + rank_a + run_a.begin;
   KEDGE_NO_UNROLL
-  for (std::uint32_t begin = 0; begin < own_a;) {
+  for (std::uint32_t i = run_a.begin; i < run_a.end;) {
     // Sums of +-A * B of all changes and, for units of 2 bytes, of those in the
     // upper half of a word: these count another 2^16 - 1 times.
     constexpr std::uint32_t kSums = sizeof(Unit) == 2 ? 2 : 1;
     ProductSum sums[kSums];
-    const std::uint32_t end = Min(own_a, begin + 32 * kMostProducts);
+    // Fields gather here: 64 bits are enough, because where a lane has two
+    // changes the tile has more than 32, and ka is at most 8.
+    static_assert(kMostProducts * 9 <= 64);
+    const std::uint32_t fields_at = (rank_a + i) * (ka + 1);
+    std::uint64_t fields = 0;
+    std::uint32_t fields_bits = 0;
+    const std::uint32_t end = Min(run_a.end, i + kMostProducts);
     KEDGE_NO_UNROLL
-    for (; begin < end; begin += 32) {
-      const std::uint32_t i = begin + lane;
-      const bool mine = i < own_a;
-      std::uint32_t index = 0;
-      std::uint32_t sign = 0;
-      std::uint32_t gap = 0;
-      if (mine) {
-        index = IndexOf(lists.A(i));
-        sign = SignOf(lists.A(i));
-        gap = index - (i == 0 ? next_a : IndexOf(lists.A(i - 1)) + 1);
-      }
-      const std::uint32_t up_to = block.ScanAdd(gap >> ka);
-      if (mine) {
-        const std::uint32_t rank = rank_a + i;
-        PutField(block, shared.late.out, rank * (ka + 1),
-                 (gap & ((1u << ka) - 1)) | sign << ka);
-        PutOne(block, shared.late.out, unary_a + before_a + up_to + rank);
-        if (!by_row) {
-          l61 = L61Add(l61, ResidueOfChange<Unit>(batch.l61, place, cols, index,
-                                                  1, sign != 0));
-        } else if constexpr (sizeof(Unit) == 1) {
-          l61 = L61Add(l61, ResidueInRow<Unit>(batch.l61, place,
-                                               static_cast<std::uint32_t>(cols),
-                                               shared.late.weights, index, 1,
-                                               sign != 0));
-        } else {
-          const std::uint32_t r = index >> place.row_shift;
-          const std::uint32_t unit =
-              static_cast<std::uint32_t>(place.flat) + index +
-              r * (static_cast<std::uint32_t>(cols) - place.box.width);
-          const std::uint64_t weight =
-              batch.l61.a[unit / (4 / sizeof(Unit)) & (kL61TileWords - 1)];
-          auto a_low = static_cast<std::int32_t>(weight & ((1u << 30) - 1));
-          auto a_high = static_cast<std::int32_t>(weight >> 30);
-          if (sign != 0) {
-            a_low = -a_low;
-            a_high = -a_high;
-          }
-          const SplitWeight b_of_row = shared.late.weights[r];
-          sums[0].Add(a_low, a_high, b_of_row);
-          if constexpr (kSums == 2) {
-            const std::int32_t upper = -static_cast<std::int32_t>(unit & 1);
-            sums[1].Add(a_low & upper, a_high & upper, b_of_row);
-          }
+    for (; i < end; ++i) {
+      const auto entry = lists.A(i);
+      const std::uint32_t index = IndexOf(entry);
+      const std::uint32_t sign = SignOf(entry);
+      const std::uint32_t gap = index - next;
+      next = index + 1;
+      fields |= std::uint64_t{(gap & ((1u << ka) - 1)) | sign << ka}
+                << fields_bits;
+      fields_bits += ka + 1;
+      unary += gap >> ka;
+      PutOne(block, shared.late.out, unary);
+      ++unary;
+      if (!by_row) {
+        l61 = L61Add(l61, ResidueOfChange<Unit>(batch.l61, place, cols, index,
+                                                1, sign != 0));
+      } else if constexpr (sizeof(Unit) == 1) {
+        l61 =
+            L61Add(l61, ResidueInRow<Unit>(
+                            batch.l61, place, static_cast<std::uint32_t>(cols),
+                            shared.late.weights, index, 1, sign != 0));
+      } else {
+        const std::uint32_t r = index >> place.row_shift;
+        const std::uint32_t unit =
+            static_cast<std::uint32_t>(place.flat) + index +
+            r * (static_cast<std::uint32_t>(cols) - place.box.width);
+        const std::uint64_t weight =
+            batch.l61.a[unit / (4 / sizeof(Unit)) & (kL61TileWords - 1)];
+        const std::int32_t d = 1 - 2 * static_cast<std::int32_t>(sign);
+        const std::int32_t a_low =
+            d * static_cast<std::int32_t>(weight & ((1u << 30) - 1));
+        const std::int32_t a_high = d * static_cast<std::int32_t>(weight >> 30);
+        const SplitWeight b_of_row = shared.late.weights[r];
+        sums[0].Add(a_low, a_high, b_of_row);
+        if constexpr (kSums == 2) {
+          const std::int32_t upper = -static_cast<std::int32_t>(unit & 1);
+          sums[1].Add(a_low & upper, a_high & upper, b_of_row);
         }
       }
-      before_a += block.Shuffle(up_to, 31);
     }
+    PutLongField(block, shared.late.out, fields_at, fields);
     if (sizeof(Unit) > 1 && by_row) {
       __int128 sum = sums[0].Value();
       if constexpr (kSums == 2) {
@@ -935,44 +986,33 @@ KEDGE_KERNEL_INLINE void FastEncodeUnits(Block& block, FastShared& shared,
     }
   }
   const std::uint32_t fields_b = a * (ka + 1);
+  next = NextInB<Unit>(lists, run_b, next_b);
+  unary = unary_b + before_b + (lane_quotients >> 16) + rank_b + run_b.begin;
+  before_e += lane_exponents;
   KEDGE_NO_UNROLL
-  for (std::uint32_t batch_begin = 0; batch_begin < own_b; batch_begin += 32) {
-    const std::uint32_t i = batch_begin + lane;
-    const bool mine = i < own_b;
-    std::uint32_t index = 0;
-    std::uint32_t sign = 0;
-    std::uint32_t gap = 0;
-    std::uint32_t m = 1;  // |d| - 1
-    if (mine) {
-      const auto entry = lists.B(i);
-      index = IndexOf(entry);
-      sign = SignOf(entry);
-      m = BelowMagnitude(entry);
-      gap = index - (i == 0 ? next_b : IndexOf(lists.B(i - 1)) + 1);
-    }
+  for (std::uint32_t i = run_b.begin; i < run_b.end; ++i) {
+    const auto entry = lists.B(i);
+    const std::uint32_t index = IndexOf(entry);
+    const std::uint32_t sign = SignOf(entry);
+    const std::uint32_t m = BelowMagnitude(entry);  // |d| - 1
+    const std::uint32_t gap = index - next;
+    next = index + 1;
+    const std::uint32_t rank = rank_b + i;
+    PutField(block, shared.late.out, fields_b + rank * (kb + 1),
+             (gap & ((1u << kb) - 1)) | sign << kb);
+    unary += gap >> kb;
+    PutOne(block, shared.late.out, unary);
+    ++unary;
     const std::uint32_t e = FloorLog2(m);
-    // Quotients stay below 2^14, exponents of a batch below 2^10.
-    const std::uint32_t packed = (gap >> kb) | e << 16;
-    const std::uint32_t up_to = block.ScanAdd(packed);
-    if (mine) {
-      const std::uint32_t rank = rank_b + i;
-      PutField(block, shared.late.out, fields_b + rank * (kb + 1),
-               (gap & ((1u << kb) - 1)) | sign << kb);
-      PutOne(block, shared.late.out,
-             unary_b + before_b + (up_to & 0xffff) + rank);
-      const std::uint32_t e_up_to = before_e + (up_to >> 16);
-      PutOne(block, shared.late.out, unary_e + e_up_to + rank);
-      PutBits(block, shared.late.out, mantissas + e_up_to - e, m ^ (1u << e));
-      l61 = L61Add(
-          l61, by_row ? ResidueInRow<Unit>(
-                            batch.l61, place, static_cast<std::uint32_t>(cols),
-                            shared.late.weights, index, m + 1, sign != 0)
-                      : ResidueOfChange<Unit>(batch.l61, place, cols, index,
-                                              m + 1, sign != 0));
-    }
-    const std::uint32_t all = block.Shuffle(up_to, 31);
-    before_b += all & 0xffff;
-    before_e += all >> 16;
+    PutBits(block, shared.late.out, mantissas + before_e, m ^ (1u << e));
+    before_e += e;
+    PutOne(block, shared.late.out, unary_e + before_e + rank);
+    l61 = L61Add(
+        l61, by_row ? ResidueInRow<Unit>(
+                          batch.l61, place, static_cast<std::uint32_t>(cols),
+                          shared.late.weights, index, m + 1, sign != 0)
+                    : ResidueOfChange<Unit>(batch.l61, place, cols, index,
+                                            m + 1, sign != 0));
   }
   l61 = block.AddResidues(l61);
   if (lane == 0) shared.l61[warp] = l61;
