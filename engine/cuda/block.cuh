@@ -73,6 +73,16 @@ KEDGE_KERNEL_INLINE std::int64_t MultiplyAdd(std::int32_t a, std::int32_t b,
 #endif
 }
 
+// `at`, of which nvcc does not know where it comes from: a rare path reads what
+// it points to again, where it would be kept in registers for it.
+template <typename T>
+KEDGE_KERNEL_INLINE const T* Hidden(const T* at) {
+#ifdef __CUDACC__
+  asm("" : "+l"(at));
+#endif
+  return at;
+}
+
 // The last of `count` >= 1 items in ascending order of which `begins(item)`
 // holds; it holds of item 0. All lanes of a warp call it together.
 template <typename Block, typename Begins>

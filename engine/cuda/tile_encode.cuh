@@ -178,11 +178,15 @@ KEDGE_KERNEL_INLINE Place FindPlace(Block& block, const EncodeBatch& batch,
         return batch.slices[s].first_tile <= tile;
       });
   place.tile = tile;
-  const TileGrid& grid = place.slice->grid;
+  // Copies, so that all of it is on its way at once.
+  const TileGrid grid = place.slice->grid;
   const UnitRange slice = place.slice->slice;
+  const std::uint64_t before = tile - place.slice->first_tile;
   const std::uint64_t first =
-      Quotient(slice.begin, grid.cols * grid.tile_rows) * grid.tiles_per_band;
-  place.box = BoxOf(grid, first + (tile - place.slice->first_tile));
+      slice.begin == 0 ? 0
+                       : Quotient(slice.begin, grid.cols * grid.tile_rows) *
+                             grid.tiles_per_band;
+  place.box = BoxOf(grid, first + before);
   place.units = place.box.unit_count();
   const std::uint32_t width = place.box.width;
   place.row_shift = (width & (width - 1)) == 0 ? FloorLog2(width) : kNotAPower;
@@ -190,8 +194,8 @@ KEDGE_KERNEL_INLINE Place FindPlace(Block& block, const EncodeBatch& batch,
   const std::uint64_t end =
       begin + (place.box.height - 1) * grid.cols + place.box.width;
   place.flat = begin;
-  place.whole = slice.begin <= begin && end <= slice.end;
-  place.apart = end <= slice.begin || slice.end <= begin;
+  place.whole = (slice.begin <= begin) & (end <= slice.end);
+  place.apart = (end <= slice.begin) | (slice.end <= begin);
   return place;
 }
 
@@ -209,20 +213,27 @@ KEDGE_KERNEL_INLINE const std::byte* AddressOf(const StridedUnits& units,
          static_cast<std::int64_t>((col & 1) * units.unit_bytes);
 }
 
-// Whether the units of a tile lie in 16-byte vectors that start where rows do.
-KEDGE_KERNEL_INLINE bool LiesInVectors(const StridedUnits& units,
-                                       const Place& place) {
-  const std::uint32_t row_bytes = place.box.width * units.unit_bytes;
-  if (units.col_stride_bytes !=
-          static_cast<std::int64_t>(units.units_per_element) *
-              units.unit_bytes ||
-      row_bytes % 16 != 0) {
-    return false;
-  }
-  const auto first = reinterpret_cast<std::uintptr_t>(
-      AddressOf(units, place.box.row, place.box.col));
-  return first % 16 == 0 &&
-         (place.box.height == 1 || units.row_stride_bytes % 16 == 0);
+// The rows of a tile, if the units of each follow each other.
+struct Rows {
+  const std::byte* first;
+  std::int64_t stride_bytes;
+  bool in_vectors;  // they do, in 16-byte vectors that start where rows do
+};
+template <typename Unit>
+KEDGE_KERNEL_INLINE Rows RowsOf(const StridedUnits& units, const Place& place) {
+  constexpr std::int64_t kBytes = sizeof(Unit);
+  Rows rows;
+  rows.stride_bytes = units.row_stride_bytes;
+  rows.first = units.base +
+               static_cast<std::int64_t>(place.box.row - units.first_row) *
+                   rows.stride_bytes +
+               static_cast<std::int64_t>(place.box.col) * kBytes;
+  const auto at = reinterpret_cast<std::uintptr_t>(rows.first);
+  rows.in_vectors =
+      (units.col_stride_bytes == units.units_per_element * kBytes) &
+      ((at | place.box.width * kBytes) % 16 == 0) &
+      ((place.box.height == 1) | (rows.stride_bytes % 16 == 0));
+  return rows;
 }
 
 // The unit at tile-local `index` before and after; two equal ones if it does
@@ -236,12 +247,10 @@ KEDGE_KERNEL_INLINE void LoadUnit(Block& block, const Place& place,
   const std::uint64_t col = place.box.col + (index - r * place.box.width);
   *before = 0;
   *after = 0;
-  if (!place.whole) {
-    const std::uint64_t flat = row * place.slice->grid.cols + col;
-    if (flat < place.slice->slice.begin || flat >= place.slice->slice.end) {
-      return;
-    }
-  }
+  // Even where place.whole says that it does: this is inlined many times, and
+  // nvcc would bring that bit along for each, on the way of every tile.
+  const std::uint64_t flat = row * place.slice->grid.cols + col;
+  if (flat < place.slice->slice.begin || flat >= place.slice->slice.end) return;
   *before =
       block.template Load<Unit>(AddressOf(place.slice->old_units, row, col));
   *after =
@@ -765,39 +774,39 @@ KEDGE_KERNEL_INLINE void FastEncodeUnits(Block& block, FastShared& shared,
         (vectors + 32 * kFastWarps - 1) / (32 * kFastWarps);
     const std::uint32_t first = warp * 32 * steps;
     const std::uint32_t end = Min(vectors, first + 32 * steps);
-    const StridedUnits& old_units = place.slice->old_units;
-    const StridedUnits& new_units = place.slice->new_units;
-    const bool in_vectors =
-        LiesInVectors(old_units, place) && LiesInVectors(new_units, place);
+    const Rows old_rows = RowsOf<Unit>(place.slice->old_units, place);
+    const Rows new_rows = RowsOf<Unit>(place.slice->new_units, place);
+    const bool in_vectors = old_rows.in_vectors & new_rows.in_vectors;
     const std::uint32_t row_vectors = place.box.width / kUnits;
     const std::int64_t row_bytes =
         static_cast<std::int64_t>(place.box.width) * sizeof(Unit);
     const bool gapless =
-        place.box.height == 1 || (old_units.row_stride_bytes == row_bytes &&
-                                  new_units.row_stride_bytes == row_bytes);
+        (place.box.height == 1) | ((old_rows.stride_bytes == row_bytes) &
+                                   (new_rows.stride_bytes == row_bytes));
     // Every warp then has a whole, even number of steps.
     if (in_vectors && place.whole && vectors % (64 * kFastWarps) == 0 &&
         (gapless || (place.row_shift != kNotAPower && row_vectors <= 32))) {
       const std::uint32_t number = first + lane;
-      const std::uint32_t row = gapless ? 0 : RowOf(place, number * kUnits);
+      // Without gaps the tile is one long row.
+      const std::uint32_t row =
+          gapless ? 0 : number * kUnits >> place.row_shift;
       const std::uint32_t in_row = number - row * row_vectors;
-      const std::int64_t step_rows = gapless ? 0 : 32 / row_vectors;
-      const std::byte* before =
-          AddressOf(old_units, place.box.row, place.box.col) +
-          row * old_units.row_stride_bytes + std::uint64_t{in_row} * 16;
-      const std::byte* after =
-          AddressOf(new_units, place.box.row, place.box.col) +
-          row * new_units.row_stride_bytes + std::uint64_t{in_row} * 16;
+      const std::int64_t step_rows = gapless ? 0 : 32 >> FloorLog2(row_vectors);
       FindChanges<Unit>(
           block, shared, steps,
-          SteadyVectors{before, after,
-                        gapless ? 512 : step_rows * old_units.row_stride_bytes,
-                        gapless ? 512 : step_rows * new_units.row_stride_bytes,
+          SteadyVectors{old_rows.first + row * old_rows.stride_bytes +
+                            std::uint64_t{in_row} * 16,
+                        new_rows.first + row * new_rows.stride_bytes +
+                            std::uint64_t{in_row} * 16,
+                        gapless ? 512 : step_rows * old_rows.stride_bytes,
+                        gapless ? 512 : step_rows * new_rows.stride_bytes,
                         number});
     } else {
+      Place anywhere = place;
+      anywhere.slice = Hidden(place.slice);
       FindChanges<Unit>(
           block, shared, steps,
-          AnyVectors<Unit>{&place, in_vectors, first + lane, end});
+          AnyVectors<Unit>{&anywhere, in_vectors, first + lane, end});
     }
   }
   block.Sync();
