@@ -114,15 +114,17 @@ void AddFew(HookTrainer& trainer) {
 
 class HookTest : public ::testing::Test {
  protected:
-  void Start(HookOptions options) {
-    auto made =
-        OptimizerHook::Create(Writer(temp_), Init(), std::move(options));
+  // `fs`: in place of the one of Writer().
+  void Start(HookOptions options, FaultFileSystem* fs = nullptr) {
+    WriterOptions writer = Writer(temp_);
+    if (fs != nullptr) writer.fs = fs;
+    auto made = OptimizerHook::Create(writer, Init(), std::move(options));
     ASSERT_TRUE(made.ok()) << made.status();
     hook_ = *std::move(made);
   }
-  void Start() {
+  void Start(FaultFileSystem* fs = nullptr) {
     AddFew(trainer_);
-    Start(trainer_.Options());
+    Start(trainer_.Options(), fs);
   }
   std::string Path() const { return temp_.Join("store"); }
   // A step that goes well.
@@ -159,12 +161,7 @@ TEST_F(HookTest, ARingThatRunsFullIsDrainedEarly) {
 // its records are assembled: what Publish syncs is half done.
 TEST_F(HookTest, StorageBeginsBeforeAnythingIsSynced) {
   FaultFileSystem fs;
-  AddFew(trainer_);
-  WriterOptions writer = Writer(temp_);
-  writer.fs = &fs;
-  auto made = OptimizerHook::Create(writer, Init(), trainer_.Options());
-  ASSERT_TRUE(made.ok()) << made.status();
-  hook_ = *std::move(made);
+  Start(&fs);
   fs.Reset();
   ASSERT_TRUE(trainer_.Step(*hook_, 1, true, 0.1).ok());
   const std::uint64_t written = fs.bytes_written();
@@ -191,12 +188,7 @@ TEST_F(HookTest, StorageBeginsBeforeAnythingIsSynced) {
 
 TEST_F(HookTest, AFailedPublishIsRepeatedFromThePartsThatAreStillThere) {
   FaultFileSystem fs;
-  AddFew(trainer_);
-  WriterOptions writer = Writer(temp_);
-  writer.fs = &fs;
-  auto made = OptimizerHook::Create(writer, Init(), trainer_.Options());
-  ASSERT_TRUE(made.ok()) << made.status();
-  hook_ = *std::move(made);
+  Start(&fs);
   ASSERT_TRUE(trainer_.Step(*hook_, 1, true, 0.1).ok());
   for (const FileOperation kind :
        {FileOperation::kWrite, FileOperation::kSync, FileOperation::kRename}) {
@@ -221,12 +213,7 @@ TEST_F(HookTest, AFailedPublishIsRepeatedFromThePartsThatAreStillThere) {
 
 TEST_F(HookTest, AnAnchorThatFailsDoesNotFailItsStep) {
   FaultFileSystem fs;
-  AddFew(trainer_);
-  WriterOptions writer = Writer(temp_);
-  writer.fs = &fs;
-  auto made = OptimizerHook::Create(writer, Init(), trainer_.Options());
-  ASSERT_TRUE(made.ok()) << made.status();
-  hook_ = *std::move(made);
+  Start(&fs);
   std::uint64_t step = 0;
   // When its files are made, while they are written, when they are sealed, and
   // when it is shown.
@@ -259,11 +246,7 @@ TEST_F(HookTest, PartsDrainedEarlyGoWithThePublishThatFailed) {
   trainer_.AddEverything();
   HookOptions options = trainer_.Options();
   options.ring_bytes = 300'000;
-  WriterOptions writer = Writer(temp_);
-  writer.fs = &fs;
-  auto made = OptimizerHook::Create(writer, Init(), options);
-  ASSERT_TRUE(made.ok()) << made.status();
-  hook_ = *std::move(made);
+  Start(options, &fs);
   ASSERT_TRUE(trainer_.Step(*hook_, 1, false, 0.9).ok());
   fs.set_script(
       FaultOn(FileOperation::kRename, "step_00000001", Fault::Fail(EIO)));
