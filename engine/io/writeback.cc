@@ -1,12 +1,19 @@
 #include "kedge/engine/io/writeback.h"
 
 #include <algorithm>
+#include <system_error>
 
 namespace kedge {
 
 Writeback::Writeback(std::size_t capacity)
-    : ranges_(std::max<std::size_t>(capacity, 1)),
-      thread_([this] { Work(); }) {}
+    : ranges_(std::max<std::size_t>(capacity, 1)) {
+  try {
+    thread_ = std::thread([this] { Work(); });
+  } catch (const std::system_error&) {
+    // Out of threads: everything is left to Sync.
+    Stop();
+  }
+}
 
 Writeback::~Writeback() { Stop(); }
 

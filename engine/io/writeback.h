@@ -23,7 +23,8 @@ namespace kedge {
 // Thread safety: Add may run concurrently; Stop not beside it.
 class Writeback {
  public:
-  // `capacity` ranges can wait for their turn.
+  // `capacity` ranges can wait for their turn. Without a thread to be had
+  // nothing is passed on.
   explicit Writeback(std::size_t capacity = 4096);
   ~Writeback();  // as Stop
   Writeback(const Writeback&) = delete;
