@@ -2,7 +2,6 @@
 
 #include <utility>
 
-#include "kedge/format/limits.h"
 #include "kedge/format/status.h"
 
 namespace kedge {

@@ -106,6 +106,7 @@ class SnapshotInTest : public ::testing::Test {
     EXPECT_TRUE(store.ok()) << store.status();
     return PosixFileSystem()->Stat((*store)->AnchorPath(step)).ok();
   }
+
   const MemoryKind kind_;
   const TempDirectory temp_;
   FaultFileSystem fs_;  // syncs nothing to the disk

@@ -42,6 +42,7 @@ class HookDeviceTest : public ::testing::Test {
     options.store_path = temp_.Join("store");
     return options;
   }
+
   const TempDirectory temp_;
   std::unique_ptr<Device> device_;
   std::unique_ptr<HookTrainer> trainer_;

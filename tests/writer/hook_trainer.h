@@ -379,7 +379,6 @@ class HookTrainer {
   std::mt19937_64& random() { return random_; }
 
  private:
-  bool all_given_ = false;
   struct Parameter {
     std::string name;
     bool frozen = false;
@@ -499,6 +498,7 @@ class HookTrainer {
   std::vector<TrainerTensor> tensors_;
   std::vector<TrainerTensor> residual_;
   std::vector<QuantisedTensor> quantised_;
+  bool all_given_ = false;
   OwnedStream stream_;  // last: its work uses the rest
 };
 
