@@ -493,8 +493,8 @@ absl::StatusOr<RecordView> RecordView::Parse(std::span<const std::byte> record,
   if (header.reserved != 0) return bad(4, "reserved bytes are not zero");
   const std::uint64_t group_count =
       (std::uint64_t{header.tile_count} + kTilesPerGroup - 1) / kTilesPerGroup;
-  // A listed tile has at least one byte of payload: nothing is reserved for more
-  // tiles than the record can hold.
+  // A listed tile has at least one byte of payload: nothing is reserved for
+  // more tiles than the record can hold.
   const std::uint64_t after_header = record.size() - sizeof(header);
   if (group_count > after_header / sizeof(GroupHeader) ||
       header.tile_count > after_header - group_count * sizeof(GroupHeader)) {
