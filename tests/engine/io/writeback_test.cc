@@ -107,8 +107,8 @@ TEST(WritebackTest, StopForgetsTheRestAndWaitsForTheFile) {
   }
   file.WaitUntilBegun(1);
   std::thread later([&] {
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    file.Allow(1);
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    file.Allow(10);  // what Stop did not forget would begin
   });
   writeback.Stop();
   EXPECT_FALSE(file.in_use());
