@@ -643,8 +643,9 @@ typedef struct kedge_update_result {
   uint64_t nnz;           /* changes in the records read */
   uint64_t units_written; /* into the boxes */
   uint64_t records;
-  uint64_t tensors_verified;
-  uint64_t bytes_verified;
+  uint64_t tensors_verified;  /* of a group: by all its ranks */
+  uint64_t elements_verified; /* that this process read for it */
+  uint64_t bytes_verified;    /* of them */
   double read_seconds;  /* plan, read, check, as far as before the pause */
   double pause_seconds; /* apply, verify, commit */
   double apply_seconds;

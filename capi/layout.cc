@@ -64,7 +64,7 @@ static_assert(offsetof(kedge_weight_set, target_count) == 24);
 static_assert(offsetof(kedge_reader_options, directory_interval_ms) == 64);
 static_assert(offsetof(kedge_reader_options, user) == 152);
 static_assert(offsetof(kedge_update_result, deltas) == 40);
-static_assert(offsetof(kedge_update_result, warning_count) == 136);
+static_assert(offsetof(kedge_update_result, warning_count) == 144);
 
 // Numbers that are those of the library.
 template <class Enum>

@@ -44,7 +44,7 @@ inline constexpr std::size_t kFirstSize<kedge_weight_set> = 32;
 template <>
 inline constexpr std::size_t kFirstSize<kedge_reader_options> = 160;
 template <>
-inline constexpr std::size_t kFirstSize<kedge_update_result> = 144;
+inline constexpr std::size_t kFirstSize<kedge_update_result> = 152;
 
 }  // namespace kedge::capi
 

@@ -167,6 +167,7 @@ void TakeUpdate(UpdateResult result, Texts* warnings, kedge_update_result* to) {
   filled.units_written = result.units_written;
   filled.records = result.records;
   filled.tensors_verified = result.tensors_verified;
+  filled.elements_verified = result.elements_verified;
   filled.bytes_verified = result.bytes_verified;
   filled.read_seconds = result.read_seconds;
   filled.pause_seconds = result.pause_seconds;

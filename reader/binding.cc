@@ -59,6 +59,8 @@ Binding::Binding(BoundWeights weights,
       const auto residue = static_cast<std::uint32_t>(residues_.size());
       residues_.push_back({t, c});
       for (const BoxTarget& box : tensor.covers[c].boxes) {
+        summed_elements_ +=
+            box.unit_count() * box.unit_bytes / ElementBytes(tensors[t].dtype);
         const std::uint64_t rows = box.row_end - box.row_begin;
         const std::uint64_t cols = box.col_end - box.col_begin;
         const std::uint64_t job_cols = std::min(cols, kJobUnits);
@@ -107,6 +109,7 @@ void Binding::Sum(IoPool* pool, const L61Summer& summer, Sums* sums) const {
       });
   KEDGE_CHECK(summed.ok());  // summing cannot fail
   sums->residues.assign(residues_.size(), 0);
+  sums->elements = summed_elements_;
   sums->bytes = 0;
   for (std::size_t i = 0; i < jobs_.size(); ++i) {
     std::uint64_t& residue = sums->residues[jobs_[i].residue];

@@ -111,7 +111,10 @@ struct UpdateResult {
   std::uint64_t nnz = 0;            // changes in the records read
   std::uint64_t units_written = 0;  // into the boxes
   std::uint64_t records = 0;
+  // Coverage: tensors of the model, of a group those of all its ranks, and what
+  // of them was read in this process. A heal reads some of it twice.
   std::uint64_t tensors_verified = 0;
+  std::uint64_t elements_verified = 0;
   std::uint64_t bytes_verified = 0;
   double read_seconds = 0;   // plan, read, check, as far as before the pause
   double pause_seconds = 0;  // apply + verify + commit

@@ -18,9 +18,9 @@ namespace kedge {
 // Opens the chain once (manifests, files), then reads ranges on demand. Every
 // piece that is read is hashed; bytes are rebuilt as anchor plus differences.
 // Holds open files (few, however long the chain), and at most `cache_bytes` of
-// pieces. An anchor whose bytes prove damaged is passed over for an older one, if
-// one leads to the version. `store` outlives the reader. S is not checked: callers
-// that need it sum what they read.
+// pieces. An anchor whose bytes prove damaged is passed over for an older one,
+// if one leads to the version. `store` outlives the reader. S is not checked:
+// callers that need it sum what they read.
 //
 // Thread safety: Read may run concurrently.
 class VersionReader {

@@ -297,6 +297,7 @@ TEST_F(CapiLoopTest, AnEngineHoldsWhatTheTrainerPublished) {
     EXPECT_EQ(updated.nnz, published.nnz);
     EXPECT_EQ(updated.tensors_verified, 3u);
     EXPECT_EQ(updated.bytes_verified, 2 * 2 * kRows * kCols + 4 * kNorm);
+    EXPECT_EQ(updated.elements_verified, 2 * kRows * kCols + kNorm);
     EXPECT_TRUE(engine.Holds(trainer_)) << "step " << step;
     ASSERT_C_OK(Call(
         [&](auto** e) { return kedge_reader_held(reader.get(), &held, e); }));

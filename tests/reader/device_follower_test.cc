@@ -227,6 +227,7 @@ TEST_P(LayerTest, ATensorParallelPairFollowsTenStepsAndJoins) {
   PublishedRun run(LayerTensors(), 11);
   LayerGroup group(run, microseconds(300), GetParam());
   group.Hold(0);
+  std::uint64_t own_elements[2] = {};
   std::uint64_t own_bytes[2] = {0, 0};
   for (std::uint64_t step = 1; step <= 10; ++step) {
     run.Publish(step, step == 4);
@@ -238,11 +239,14 @@ TEST_P(LayerTest, ATensorParallelPairFollowsTenStepsAndJoins) {
       EXPECT_TRUE(result.changed);
       EXPECT_EQ(result.deltas, 1u);
       EXPECT_EQ(result.tensors_verified, run.table().size());
+      own_elements[r] = result.elements_verified;
       own_bytes[r] = result.bytes_verified;
       written += result.units_written;
     }
     // Of two replicas one half of the boxes is in a cover, the other in another
     // one: norm and steps count twice.
+    EXPECT_EQ(own_elements[0] + own_elements[1],
+              ElementsOf(run.table()) + 257 + 15);
     EXPECT_EQ(own_bytes[0] + own_bytes[1],
               run.table().total_bytes() + 257 * 4 + 15 * 8);
     EXPECT_GT(written, 0u);
@@ -350,6 +354,7 @@ TEST_F(DeviceFollowerTest, APauseIsALaunchForEachDeltaAndOneForAllSums) {
   EXPECT_EQ(result->deltas, 7u);
   EXPECT_EQ(result->tensors_verified, run_.table().size());
   EXPECT_EQ(result->bytes_verified, run_.table().total_bytes());
+  EXPECT_EQ(result->elements_verified, ElementsOf(run_.table()));
   // One copy brings back what became of all launches; one wait for these, one
   // for the sums.
   EXPECT_EQ(in_pause, "Apply 7, Copy 1, Sums 1, WaitForStream 2");

@@ -46,6 +46,7 @@ TEST_P(LayoutTest, FollowsTwentyStepsAndJoinsAtEveryOne) {
     EXPECT_EQ(result->deltas, 1u);
     EXPECT_EQ(result->version, run.id(step));
     EXPECT_EQ(result->tensors_verified, run.table().size());
+    EXPECT_GE(result->elements_verified, ElementsOf(run.table()));
     EXPECT_GE(result->bytes_verified, run.table().total_bytes());
     ASSERT_EQ(memory.Difference(run.at(step)), "") << "v" << step;
     EXPECT_EQ(follower->held(), run.id(step));

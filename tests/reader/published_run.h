@@ -28,6 +28,15 @@
 
 namespace kedge {
 
+// Of all tensors, ties once.
+inline std::uint64_t ElementsOf(const TensorTable& table) {
+  std::uint64_t elements = 0;
+  for (const TensorSpec& spec : table.tensors()) {
+    if (spec.tied_to == kNotTied) elements += spec.element_count();
+  }
+  return elements;
+}
+
 class PublishedRun {
  public:
   // Publishes v0, with an anchor.
