@@ -241,9 +241,15 @@ absl::StatusOr<double> PlainWrite(const std::string& directory,
   const std::uint64_t places = bytes.size() / kPieceBytes;
   on_threads(pieces.size(), [&](std::size_t at) {
     const Piece& piece = pieces[at];
-    return pwrite(files[piece.file], bytes.data() + at % places * kPieceBytes,
-                  piece.bytes, static_cast<off_t>(piece.offset)) ==
-           static_cast<ssize_t>(piece.bytes);
+    const int file = files[piece.file];
+    const auto offset = static_cast<off_t>(piece.offset);
+    if (pwrite(file, bytes.data() + at % places * kPieceBytes, piece.bytes,
+               offset) != static_cast<ssize_t>(piece.bytes)) {
+      return false;
+    }
+    sync_file_range(file, offset, static_cast<off_t>(piece.bytes),
+                    SYNC_FILE_RANGE_WRITE);
+    return true;
   });
   on_threads(files.size(),
              [&](std::size_t at) { return fsync(files[at]) == 0; });

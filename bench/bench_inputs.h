@@ -37,9 +37,9 @@ double EntropyOfPerturb(double density);
 std::string KernelDriver();
 
 // Writes files of these sizes into `directory`, which it creates, with 8
-// threads and nothing but pwrite of 8 MiB and fsync; all files grow side by
-// side. Content comes from `bytes` (at least 8 MiB), over and over. Returns
-// seconds.
+// threads and nothing but pwrite of 8 MiB, sync_file_range, so that storage
+// begins with them, and fsync; all files grow side by side. Content comes from
+// `bytes` (at least 8 MiB), over and over. Returns seconds.
 absl::StatusOr<double> PlainWrite(const std::string& directory,
                                   std::span<const std::uint64_t> sizes,
                                   std::span<const std::byte> bytes);

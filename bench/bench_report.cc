@@ -73,6 +73,7 @@ JsonObject& JsonObject::Bool(absl::string_view name, bool value) {
   return Raw(name, value ? "true" : "false");
 }
 JsonObject& JsonObject::Stats(absl::string_view name, const Samples& samples) {
+  if (samples.values.empty()) return *this;
   std::string all;
   for (const double value : samples.values) {
     absl::StrAppend(&all, all.empty() ? "" : ", ", Real(value));

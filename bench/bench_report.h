@@ -34,7 +34,7 @@ class JsonObject {
   JsonObject& Number(absl::string_view name, double value);
   JsonObject& Number(absl::string_view name, std::uint64_t value);
   JsonObject& Bool(absl::string_view name, bool value);
-  // {"median": ..., "min": ..., "max": ..., "all": [...]}
+  // {"median": ..., "min": ..., "max": ..., "all": [...]}; nothing of none.
   JsonObject& Stats(absl::string_view name, const Samples& samples);
   JsonObject& Object(absl::string_view name, const JsonObject& value);
   JsonObject& List(absl::string_view name,

@@ -7,9 +7,9 @@
 // shards of a model of so many bytes (default 4 GiB). One pair: all ranks
 // publish a step and its anchor, which writes every byte; and as many groups of
 // threads pwrite files of the same sizes in pieces of 8 MiB from the same
-// memory, fsync and close them. The order within pairs alternates.
-// KEDGE_BENCH_DIR chooses the directory (default: $HOME); it needs N bytes
-// free, memory twice as much.
+// memory, tell storage to begin with each, fsync and close them. The order
+// within pairs alternates. KEDGE_BENCH_DIR chooses the directory (default:
+// $HOME); it needs N bytes free, memory twice as much.
 
 #include <fcntl.h>
 #include <stdlib.h>
@@ -119,6 +119,8 @@ absl::Status PlainWrite(const Model& model, const std::string& directory,
                         at / kPieceBytes % pieces * kPieceBytes,
                     bytes,
                     static_cast<off_t>(at)) == static_cast<ssize_t>(bytes);
+        sync_file_range(file, static_cast<off_t>(at), static_cast<off_t>(bytes),
+                        SYNC_FILE_RANGE_WRITE);
       }
       ok = ok && fsync(file) == 0;
       if (file >= 0) ok = close(file) == 0 && ok;

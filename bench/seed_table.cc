@@ -754,7 +754,7 @@ void SeedTable::Print() const {
                       normal_.read_pass.Median() / normal_.guard.Median()));
   PrintRow("plain writes of the step's files", first(first_.plain_write),
            ms(normal_.plain_write), ms(anchor_.plain_write),
-           "8 threads, fsync");
+           "8 threads, begun early, fsync");
   PrintRow("  commit / plain writes", "", normal_.commit_ratio.Text(1, 2), "",
            "goal: at most 1.25");
   PrintRow("  plain pass + writes, as a share", "", "",

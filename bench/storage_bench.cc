@@ -9,10 +9,11 @@
 // and written by one of T threads, files synced and closed, MANIFEST with the
 // piece hashes and COMMIT, rename, directories synced. Plain is one thread per
 // file, pwrite of 8 MiB from the same buffer, fsync, close: no hashes, no
-// commit. Each set is then read back with cold caches, kedge's through IoPool
-// with every hash checked, the plain one by one thread per file, and removed
-// before the next one. The order within pairs alternates. KEDGE_BENCH_DIR
-// chooses the directory (default: $HOME); it needs N bytes free.
+// commit. Both tell storage to begin with each piece (sync_file_range). Each
+// set is then read back with cold caches, kedge's through IoPool with every
+// hash checked, the plain one by one thread per file, and removed before the
+// next one. The order within pairs alternates. KEDGE_BENCH_DIR chooses the
+// directory (default: $HOME); it needs N bytes free.
 
 #include <fcntl.h>
 #include <stdlib.h>
@@ -39,6 +40,7 @@
 #include "kedge/engine/io/io_pool.h"
 #include "kedge/engine/io/piece_io.h"
 #include "kedge/engine/io/staging.h"
+#include "kedge/engine/io/writeback.h"
 #include "kedge/format/layout.h"
 #include "kedge/format/limits.h"
 #include "kedge/format/status.h"
@@ -111,11 +113,12 @@ absl::Status KedgeWrite(Bench& bench, IoPool& pool) {
                          bench.file_bytes));
     files.push_back(file);
   }
+  Writeback writeback;  // stops before `staging` closes the files
   IoPool::Batch batch(&pool);
   const std::uint64_t pieces = PieceCount(bench.file_bytes);
   for (std::uint64_t piece = 0; piece < pieces; ++piece) {
     for (std::uint32_t f = 0; f < bench.options.files; ++f) {
-      batch.Submit([&bench, file = files[f], f, piece] {
+      batch.Submit([&bench, &writeback, file = files[f], f, piece] {
         const absl::StatusOr<std::uint64_t> hash =
             WritePiece(*file, piece * kPieceBytes,
                        SourceOf(bench.source, f, piece,
@@ -123,11 +126,14 @@ absl::Status KedgeWrite(Bench& bench, IoPool& pool) {
                        KeyOf(f, piece));
         if (!hash.ok()) return hash.status();
         bench.hashes[f][piece] = *hash;
+        writeback.Add(file, piece * kPieceBytes,
+                      PieceSize(bench.file_bytes, piece));
         return absl::OkStatus();
       });
     }
   }
   KEDGE_RETURN_IF_ERROR(batch.Wait());
+  writeback.Stop();
   KEDGE_RETURN_IF_ERROR(staging->SealFiles(pool));
   // Stands for the manifest, which carries the piece hashes.
   std::vector<std::uint64_t> manifest;
@@ -195,9 +201,11 @@ bool PlainWriteFile(const Bench& bench, std::uint32_t f) {
   for (std::uint64_t piece = 0; ok && piece < PieceCount(bench.file_bytes);
        ++piece) {
     const std::uint64_t bytes = PieceSize(bench.file_bytes, piece);
+    const auto offset = static_cast<off_t>(piece * kPieceBytes);
     ok = pwrite(descriptor, SourceOf(bench.source, f, piece, bytes).data(),
-                bytes, static_cast<off_t>(piece * kPieceBytes)) ==
-         static_cast<ssize_t>(bytes);
+                bytes, offset) == static_cast<ssize_t>(bytes);
+    sync_file_range(descriptor, offset, static_cast<off_t>(bytes),
+                    SYNC_FILE_RANGE_WRITE);
   }
   ok = ok && fsync(descriptor) == 0;
   return close(descriptor) == 0 && ok;

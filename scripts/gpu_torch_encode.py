@@ -84,6 +84,7 @@ def main():
         "device": torch.cuda.get_device_name(device) if gpu else "cpu",
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "command": " ".join(sys.argv),
         "rounds": args.rounds,
         "rows": [],
     }
