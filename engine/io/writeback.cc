@@ -10,8 +10,8 @@ Writeback::Writeback(std::size_t capacity)
   try {
     thread_ = std::thread([this] { Work(); });
   } catch (const std::system_error&) {
-    // Out of threads: everything is left to Sync.
-    Stop();
+    // Out of threads, in the midst of a training run: all is left to Sync.
+    stopping_ = true;
   }
 }
 

@@ -3,6 +3,8 @@
 
 #include "kedge/engine/io/writeback.h"
 
+#include <pthread.h>
+
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -116,6 +118,27 @@ TEST(WritebackTest, StopForgetsTheRestAndWaitsForTheFile) {
   writeback.Add(&file, 77, 5);
   writeback.Stop();
   EXPECT_THAT(file.begun(), ElementsAre(0));
+}
+
+// A trainer at the limit of its container's threads goes on.
+TEST(WritebackTest, WithoutAThreadAllIsLeftToSync) {
+  pthread_attr_t usual;
+  pthread_attr_t huge;
+  ASSERT_EQ(pthread_getattr_default_np(&usual), 0);
+  ASSERT_EQ(pthread_getattr_default_np(&huge), 0);
+  // No address space has room for such a stack.
+  ASSERT_EQ(pthread_attr_setstacksize(&huge, std::size_t{1} << 60), 0);
+  ASSERT_EQ(pthread_setattr_default_np(&huge), 0);
+  SlowFile file;
+  {
+    Writeback writeback;
+    writeback.Add(&file, 0, 5);
+    writeback.Stop();
+  }
+  EXPECT_EQ(pthread_setattr_default_np(&usual), 0);
+  pthread_attr_destroy(&usual);
+  pthread_attr_destroy(&huge);
+  EXPECT_THAT(file.begun(), ElementsAre());
 }
 
 }  // namespace
