@@ -49,7 +49,8 @@ struct DeviceSnapshotWriter::Impl {
   // Where the snapshot in host memory holds `tensor`, one of on_host.
   absl::StatusOr<TrainerTensor> InHostSnapshot(const TensorTable& table,
                                                const TrainerTensor& tensor);
-  void WriteAnchor(PublishResult* result);
+  // `taken`: how the snapshot was.
+  void WriteAnchor(const absl::Status& taken, PublishResult* result);
   void WaitForAnchor();
 
   DeviceSnapshotOptions options;
@@ -333,8 +334,17 @@ absl::Status DeviceSnapshotWriter::Impl::CheckUnchanged(
   return absl::OkStatus();
 }
 
-void DeviceSnapshotWriter::Impl::WriteAnchor(PublishResult* result) {
-  result->anchor_status = writer->AddAnchor(*published, result);
+void DeviceSnapshotWriter::Impl::WriteAnchor(const absl::Status& taken,
+                                             PublishResult* result) {
+  if (taken.ok() || options.snapshot == MemoryKind::kDevice) {
+    result->anchor_status = writer->AddAnchor(*published, result);
+  } else {
+    // It would be read from a snapshot that may still be written. The other
+    // ranks hear why there is none.
+    result->anchor_status = writer->CommitAnchor(
+        writer->BeginAnchor(writer->held().step, owned, /*root=*/false), taken,
+        result);
+  }
   writer->Retain(result);
 }
 
@@ -450,14 +460,14 @@ absl::StatusOr<PublishResult> DeviceSnapshotWriter::Publish(
   if (!options.anchor) {
     impl.writer->Retain(&result);
   } else if (!impl.anchor) {
-    impl.WriteAnchor(&result);
+    impl.WriteAnchor(taken, &result);
   } else {
     result.anchor_under_way = true;
     impl.anchored = PublishResult();
     impl.anchored.version = result.version;
     impl.anchor_under_way = true;
-    impl.anchor->Submit([&impl] {
-      impl.WriteAnchor(&impl.anchored);
+    impl.anchor->Submit([&impl, taken] {
+      impl.WriteAnchor(taken, &impl.anchored);
       return absl::OkStatus();
     });
   }

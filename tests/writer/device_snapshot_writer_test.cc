@@ -54,7 +54,7 @@ class SnapshotInTest : public ::testing::Test {
     options.delay = std::chrono::microseconds(10);
     options.fault = [this](absl::string_view operation) {
       if (on_operation_) on_operation_(operation);
-      return absl::OkStatus();
+      return fault_ ? fault_(operation) : absl::OkStatus();
     };
     return options;
   }
@@ -111,6 +111,7 @@ class SnapshotInTest : public ::testing::Test {
   const TempDirectory temp_;
   FaultFileSystem fs_;  // syncs nothing to the disk
   std::function<void(absl::string_view)> on_operation_;
+  std::function<absl::Status(absl::string_view)> fault_;
   CpuDevice device_;
   HookTrainer trainer_;
 };
@@ -410,6 +411,44 @@ TEST_F(BackgroundAnchorTest, OneThatFailsIsToldAndHarmsNoStep) {
   EXPECT_TRUE(last.ok()) << last;
   ExpectVersion(4, trainer_.Expected(), /*joined=*/true);
   ExpectClean(temp_.Join("store"));
+}
+
+// Copies into it may still be on their way, or were never made.
+TEST_F(BackgroundAnchorTest, NoAnchorIsReadFromASnapshotThatWasNotTaken) {
+  for (const bool background : {true, false}) {
+    SCOPED_TRACE(background);
+    const TempDirectory temp;
+    WriterOptions writer_options = Writer();
+    writer_options.store_path = temp.Join("store");
+    DeviceSnapshotOptions options = Snapshot();
+    options.anchors_in_background = background;
+    auto writer = DeviceSnapshotWriter::Create(writer_options, {}, options);
+    ASSERT_TRUE(writer.ok()) << writer.status();
+    Train(0.01);
+    // The first of these after the step stands.
+    const char* const broken = background ? "Copy" : "WaitForStream";
+    std::atomic<bool> stands{false};
+    fs_.set_after_each([&](const Operation& operation) {
+      if (absl::EndsWith(operation.to, "step_00000001")) stands = true;
+    });
+    fault_ = [&](absl::string_view operation) {
+      return operation == broken && stands.exchange(false)
+                 ? absl::InternalError("broken")
+                 : absl::OkStatus();
+    };
+    auto result = (*writer)->Publish(1, WithAnchor());
+    ASSERT_TRUE(result.ok()) << result.status();
+    EXPECT_THAT(result->warnings,
+                ElementsAre(HasSubstr("its snapshot was not taken")));
+    (*writer)->WaitForAnchor(&*result).IgnoreError();
+    EXPECT_EQ(result->anchor_status.code(), absl::StatusCode::kInternal)
+        << result->anchor_status;
+    EXPECT_EQ(result->anchor_bytes, 0u);
+    fs_.set_after_each(nullptr);
+    fault_ = nullptr;
+    (*writer).reset();
+    kedge::ExpectVersion(temp.Join("store"), 1, trainer_.Expected());
+  }
 }
 
 TEST_F(BackgroundAnchorTest, TheDestructorWaits) {
