@@ -167,6 +167,7 @@ class FaultFileSystem::FaultFile final : public File {
  public:
   FaultFile(FaultFileSystem* fs, std::unique_ptr<File> file)
       : fs_(fs), file_(std::move(file)) {}
+  ~FaultFile() override { KEDGE_CHECK(starting_ == 0); }
 
   absl::string_view path() const override { return file_->path(); }
 
@@ -219,6 +220,8 @@ class FaultFileSystem::FaultFile final : public File {
   }
 
   absl::Status Close() override {
+    closed_ = true;
+    KEDGE_CHECK(starting_ == 0);
     return fs_->Run<absl::Status>(
         Ranged(FileOperation::kClose, 0, 0),
         [&](bool) { return file_->Close(); }, [] { return absl::OkStatus(); });
@@ -249,8 +252,12 @@ class FaultFileSystem::FaultFile final : public File {
   }
 
   void StartWriteback(std::uint64_t offset, std::uint64_t bytes) override {
+    ++starting_;
+    KEDGE_CHECK(!closed_);
     fs_->bytes_started_ += bytes;
+    std::this_thread::sleep_for(fs_->start_delay_.load());
     file_->StartWriteback(offset, bytes);
+    --starting_;
   }
 
  private:
@@ -264,6 +271,8 @@ class FaultFileSystem::FaultFile final : public File {
 
   FaultFileSystem* fs_;
   std::unique_ptr<File> file_;
+  std::atomic<int> starting_{0};
+  std::atomic<bool> closed_{false};
 };
 
 FaultFileSystem::FaultFileSystem(FileSystem* base, std::string root)
@@ -288,6 +297,7 @@ void FaultFileSystem::Reset() {
   counts_.fill(0);
   bytes_read_ = bytes_written_ = bytes_mapped_ = 0;
   bytes_started_ = 0;
+  start_delay_ = std::chrono::milliseconds(0);
 }
 
 std::int64_t FaultFileSystem::operation_count() const {

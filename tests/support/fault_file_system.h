@@ -24,6 +24,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -40,7 +41,8 @@ namespace kedge {
 
 // One value for each method of FileSystem and File, but for path() and
 // StartWriteback, which comes from threads of its own and whose outcome nobody
-// sees. Files and mappings that are merely destroyed are no operation.
+// sees; a file that is closed or destroyed while it runs ends the program.
+// Files and mappings that are merely destroyed are no operation.
 enum class FileOperation {
   kOpenForRead,
   kCreateExclusive,
@@ -126,7 +128,11 @@ class FaultFileSystem final : public FileSystem {
   // starts. What the callback itself does through this file system goes
   // straight to the base, uncounted.
   void set_after_each(std::function<void(const Operation&)> callback);
-  // Forgets script, callback, counts and log.
+  // How long StartWriteback takes at least, as where a device's queue is full.
+  void set_start_delay(std::chrono::milliseconds delay) {
+    start_delay_ = delay;
+  }
+  // Forgets script, callback, delay, counts and log.
   void Reset();
 
   std::int64_t operation_count() const;
@@ -179,6 +185,7 @@ class FaultFileSystem final : public FileSystem {
   std::uint64_t bytes_written_ ABSL_GUARDED_BY(mutex_) = 0;
   std::uint64_t bytes_mapped_ ABSL_GUARDED_BY(mutex_) = 0;
   std::atomic<std::uint64_t> bytes_started_ = 0;
+  std::atomic<std::chrono::milliseconds> start_delay_{};
 };
 
 }  // namespace kedge

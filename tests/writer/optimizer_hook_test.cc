@@ -186,6 +186,32 @@ TEST_F(HookTest, StorageBeginsBeforeAnythingIsSynced) {
   ExpectClean(Path());
 }
 
+// Anchors that are given up while storage is slow to begin with them: the file
+// system ends the program if a file goes meanwhile.
+TEST_F(HookTest, NoFileIsClosedWhileStorageBeginsWithIt) {
+  FaultFileSystem fs;
+  Start(&fs);
+  fs.set_start_delay(std::chrono::milliseconds(20));
+  const auto write_half = [&](std::uint64_t step) {
+    ASSERT_TRUE(hook_->BeginStep(step, true).ok());
+    trainer_.Optimize(0.1);
+    auto ranges = trainer_.Ranges(false, 4000);
+    ranges.resize(ranges.size() / 2);
+    ASSERT_TRUE(trainer_.Write(*hook_, ranges).ok());
+  };
+  write_half(1);  // and begins again
+  ASSERT_TRUE(trainer_.Step(*hook_, 1, true, 0.1).ok());
+  fs.set_script(FaultOn(FileOperation::kWrite, ".kda", Fault::Fail(EIO)));
+  EXPECT_FALSE(hook_->Publish().ok());
+  fs.set_script(nullptr);
+  GoOn(2, true);
+  const ModelBytes published = trainer_.Expected();
+  write_half(3);
+  hook_.reset();
+  ExpectVersion(Path(), 2, published);
+  ExpectClean(Path());
+}
+
 TEST_F(HookTest, AFailedPublishIsRepeatedFromThePartsThatAreStillThere) {
   FaultFileSystem fs;
   Start(&fs);
