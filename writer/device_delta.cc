@@ -285,6 +285,7 @@ absl::StatusOr<bool> DeviceDelta::HasPassed(std::uint64_t number) const {
        ++n) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
+      KEDGE_RETURN_IF_ERROR(arrival_);
       if (n <= diffed_count_) continue;
     }
     KEDGE_ASSIGN_OR_RETURN(
@@ -300,6 +301,7 @@ absl::Status DeviceDelta::WaitFor(std::uint64_t number) const {
        ++n) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
+      KEDGE_RETURN_IF_ERROR(arrival_);
       if (n <= diffed_count_) continue;
     }
     KEDGE_RETURN_IF_ERROR(

@@ -164,7 +164,9 @@ class DeviceDelta {
   // belong, which is worse than a delta that is lost.
   absl::Status arrival() const;
 
-  // Whether the source of chunk `number` is free. From any thread.
+  // Whether the source of chunk `number` is free. As arrival() says once a
+  // chunk's bytes did not arrive: the device may read a source still. From any
+  // thread.
   absl::StatusOr<bool> HasPassed(std::uint64_t number) const;
   absl::Status WaitFor(std::uint64_t number) const;
 

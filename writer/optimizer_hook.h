@@ -153,6 +153,8 @@ class OptimizerHook {
                                   std::uint64_t bytes,
                                   const void* pinned_source,
                                   DeviceStream h2d_stream);
+  // Whether the source of a ticket is free to be written again. Not OK: the
+  // device did not say that it has read it.
   absl::StatusOr<bool> HasPassed(Ticket ticket) const;
   absl::Status WaitFor(Ticket ticket) const;
 

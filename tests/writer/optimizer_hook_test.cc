@@ -848,6 +848,10 @@ TEST(HookFaultTest, WeightsThatDidNotArriveAreSaidBeforeAnythingElse) {
   const absl::Status stepped = trainer.Step(**hook, 1, false, 0.05);
   EXPECT_EQ(stepped.code(), absl::StatusCode::kInternal) << stepped;
   EXPECT_THAT(std::string(stepped.message()), HasSubstr("did not arrive"));
+  // Nor is the source of any ticket known to be free.
+  const OptimizerHook::Ticket first{1};
+  EXPECT_EQ((*hook)->WaitFor(first).message(), stepped.message());
+  EXPECT_EQ((*hook)->HasPassed(first).status().message(), stepped.message());
   broken = false;
   trainer.PutRight();
   ASSERT_TRUE(trainer.Step(**hook, 2, true, 0.05).ok());
