@@ -23,6 +23,8 @@ using Comm = void*;
 constexpr int kSuccess = 0;
 constexpr int kUint64 = 5;  // ncclUint64
 constexpr int kSum = 0;     // ncclSum
+// Sums of this many values below 2^61 - 1 fit in 64 bits.
+constexpr std::size_t kMaxRanks = 8;
 
 struct Nccl {
   int (*get_version)(int*) = nullptr;
@@ -85,9 +87,9 @@ class LoadedNcclSum : public NcclSum {
                                    ordinals.data()),
                     "ncclCommInitAll"));
     ranks_.resize(devices.size());
+    for (std::size_t r = 0; r < devices.size(); ++r) ranks_[r].comm = comms[r];
     for (std::size_t r = 0; r < devices.size(); ++r) {
       Rank& rank = ranks_[r];
-      rank.comm = comms[r];
       rank.device = devices[r];
       rank.ordinal = ordinals[r];
       KEDGE_ASSIGN_OR_RETURN(rank.stream, rank.device->CreateStream());
@@ -131,7 +133,7 @@ class LoadedNcclSum : public NcclSum {
     }
   };
 
-  // Values stay below 2^64 for up to 8 ranks; kedge takes them modulo its
+  // Values stay below 2^64 for up to kMaxRanks; kedge takes them modulo its
   // prime.
   absl::Status Reduce(Rank& rank, std::span<std::uint64_t> values) {
     if (aborted_) return absl::UnavailableError("NCCL was aborted");
@@ -185,6 +187,12 @@ class LoadedNcclSum : public NcclSum {
 absl::StatusOr<std::unique_ptr<NcclSum>> NcclSum::Open(
     const std::string& library, const std::vector<Device*>& devices,
     const std::vector<int>& ordinals, std::chrono::milliseconds deadline) {
+  if (devices.empty() || devices.size() > kMaxRanks ||
+      devices.size() != ordinals.size()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "NCCL: expected a GPU for each of 1 to ", kMaxRanks, " ranks, found ",
+        ordinals.size(), " GPUs for ", devices.size(), " ranks"));
+  }
   KEDGE_ASSIGN_OR_RETURN(const Nccl nccl, Load(library));
   auto sum = std::make_unique<LoadedNcclSum>(nccl, deadline);
   KEDGE_RETURN_IF_ERROR(sum->Init(devices, ordinals));

@@ -23,9 +23,12 @@ class NcclSum {
  public:
   virtual ~NcclSum() = default;
 
-  // Ranks in the order of `devices`, CudaDevices of GPUs `ordinals`, all
-  // different. Loads `library` ("libnccl.so.2").
+  // 1 to 8 ranks in the order of `devices`, CudaDevices of GPUs `ordinals`, all
+  // different, and in no other NcclSum: kernels of two communicators that wait
+  // on the same GPUs may wait for each other. Loads `library`
+  // ("libnccl.so.2").
   //
+  // kInvalidArgument: no ranks, more than 8, or not a GPU for each.
   // kUnimplemented: this program has no CUDA. kNotFound: there is no such
   // library, or it lacks a function. kInternal says what NCCL says.
   static absl::StatusOr<std::unique_ptr<NcclSum>> Open(
