@@ -1,14 +1,18 @@
 // Goal: the parts of examples/gpu_loop that a run of it cannot show: boxes that
-// together are the tensor, sums whose ranks do not all come. Method: boxes
-// counted element by element; threads that stay away or come with other values.
+// together are the tensor, sums whose ranks do not all come, which rank lies on
+// which device. Method: boxes counted element by element; threads that stay
+// away or come with other values; devices by name, none of which is opened.
 
 #include <chrono>
+#include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kedge/examples/gpu_loop/engine_rank.h"
+#include "kedge/examples/gpu_loop/host.h"
 #include "kedge/examples/gpu_loop/thread_sum.h"
 #include "kedge/format/l61.h"
 
@@ -46,7 +50,27 @@ TEST(BoxOfRankTest, RanksHoldEachElementOnceOrAllOfIt) {
   }
 }
 
-// What both ranks get, each from a thread of its own.
+TEST(BoxOfRankTest, BoxesOfAnyNumberOfRanksFollowOnOneAnother) {
+  const TensorSpec tensor = {
+      "model.layers.0.mlp.down_proj.weight", DType::kBf16, {3, 11}};
+  for (std::uint32_t ranks = 1; ranks <= 11; ++ranks) {
+    std::uint64_t next = 0;
+    for (std::uint32_t rank = 0; rank < ranks; ++rank) {
+      const RankBox box = BoxOfRank(tensor, rank, ranks);
+      EXPECT_THAT(box.begin, testing::ElementsAre(0, next)) << ranks;
+      EXPECT_EQ(box.extent[0], 3u) << ranks;
+      EXPECT_GT(box.extent[1], 0u) << ranks;
+      next += box.extent[1];
+    }
+    EXPECT_EQ(next, 11u) << ranks;
+  }
+  // One that has no element for each rank is held by all.
+  for (std::uint32_t rank = 0; rank < 12; ++rank) {
+    EXPECT_EQ(BoxOfRank(tensor, rank, 12).elements(), 33u);
+  }
+}
+
+// What each rank gets, each from a thread of its own.
 std::vector<absl::Status> Add(ThreadSum& sum,
                               std::vector<std::vector<std::uint64_t>>& values) {
   std::vector<absl::Status> outcomes(values.size());
@@ -71,6 +95,21 @@ TEST(ThreadSumTest, AddsModuloThePrimeRoundAfterRound) {
   }
 }
 
+TEST(ThreadSumTest, AddsOverOneRankAndOverEight) {
+  for (const std::uint64_t ranks : {1u, 8u}) {
+    ThreadSum sum(static_cast<std::uint32_t>(ranks), std::chrono::seconds(60));
+    std::vector<std::vector<std::uint64_t>> values;
+    for (std::uint64_t r = 0; r < ranks; ++r) values.push_back({r + 1, 5});
+    for (const absl::Status& outcome : Add(sum, values)) {
+      ASSERT_TRUE(outcome.ok()) << outcome;
+    }
+    for (const std::vector<std::uint64_t>& got : values) {
+      EXPECT_THAT(got,
+                  testing::ElementsAre(ranks * (ranks + 1) / 2, 5 * ranks));
+    }
+  }
+}
+
 TEST(ThreadSumTest, ARankThatStaysAwayIsADeadline) {
   ThreadSum sum(2, std::chrono::milliseconds(20));
   std::vector<std::uint64_t> alone = {1};
@@ -89,6 +128,69 @@ TEST(ThreadSumTest, UnlikeNumbersOfValuesFailOnBothRanks) {
     EXPECT_TRUE(outcome.ok()) << outcome;
   }
   EXPECT_EQ(values[0][0], 4u);
+}
+
+HostOptions Layout(std::uint32_t engines, std::uint32_t tp,
+                   std::vector<std::string> engine_devices) {
+  HostOptions options;
+  options.engines = engines;
+  options.tp = tp;
+  options.engine_devices = std::move(engine_devices);
+  return options;
+}
+
+TEST(HostTest, EngineDevicesAreTakenInTurnsOverTheRanksOfAllEngines) {
+  EXPECT_THAT(DeviceNames(Layout(1, 2, {})),
+              testing::ElementsAre("cpu", "cpu"));
+  EXPECT_THAT(DeviceNames(Layout(2, 1, {"cuda:0", "cuda:1"})),
+              testing::ElementsAre("cuda:0", "cuda:1"));
+  EXPECT_THAT(DeviceNames(Layout(2, 3, {"cuda:0", "cuda:1"})),
+              testing::ElementsAre("cuda:0", "cuda:1", "cuda:0", "cuda:1",
+                                   "cuda:0", "cuda:1"));
+  EXPECT_THAT(DeviceNames(Layout(1, 2, {"cuda:1", "cuda:2", "cuda:3"})),
+              testing::ElementsAre("cuda:1", "cuda:2"));
+}
+
+TEST(HostTest, PlacesAreNamedByEngineWhereThereAreSeveral) {
+  EXPECT_EQ(PlaceName(Layout(1, 4, {}), 3), "engine rank 3");
+  EXPECT_EQ(PlaceName(Layout(2, 4, {}), 3), "engine 0 rank 3");
+  EXPECT_EQ(PlaceName(Layout(2, 4, {}), 5), "engine 1 rank 1");
+}
+
+TEST(HostTest, NcclWantsGpusThatNoOtherEngineRankHas) {
+  const HostOptions disjoint =
+      Layout(2, 2, {"cuda:3", "cuda:0", "cuda:1", "cuda:2"});
+  EXPECT_THAT(OwnGpus(disjoint, 0).value(), testing::ElementsAre(3, 0));
+  EXPECT_THAT(OwnGpus(disjoint, 1).value(), testing::ElementsAre(1, 2));
+  // Engine 0 has its own; the ranks of engine 1 share one, however it is named.
+  const HostOptions mixed =
+      Layout(2, 2, {"cuda:0", "cuda:1", "cuda:2", "cuda:02"});
+  EXPECT_TRUE(OwnGpus(mixed, 0).ok());
+  EXPECT_THAT(std::string(OwnGpus(mixed, 1).status().message()),
+              testing::HasSubstr("engine 1 rank 0: NCCL: expected a GPU that "
+                                 "no other engine rank has, found cuda:2, "
+                                 "which engine 1 rank 1 has too"));
+  // Both engines on the same two GPUs.
+  EXPECT_THAT(
+      std::string(
+          OwnGpus(Layout(2, 2, {"cuda:0", "cuda:1"}), 1).status().message()),
+      testing::HasSubstr("found cuda:0, which engine 0 rank 0 has too"));
+  EXPECT_TRUE(absl::IsInvalidArgument(
+      OwnGpus(Layout(1, 2, {"cuda:0", "cpu"}), 0).status()));
+}
+
+TEST(HostTest, SumsAreInProcessUnlessNcclIsAskedForInVain) {
+  HostOptions options = Layout(2, 2, {});
+  const auto host = Host::Open(options);
+  ASSERT_TRUE(host.ok()) << host.status();
+  EXPECT_EQ((*host)->reducer(1), "in process");
+  options.nccl = "on";
+  EXPECT_TRUE(absl::IsInvalidArgument(Host::Open(options).status()));
+  const auto alone = Host::Open(Layout(2, 1, {}));
+  ASSERT_TRUE(alone.ok()) << alone.status();
+  EXPECT_EQ((*alone)->reducer(0), "none");
+  EXPECT_TRUE(absl::IsInvalidArgument(Host::Open(Layout(9, 1, {})).status()));
+  EXPECT_TRUE(absl::IsInvalidArgument(Host::Open(Layout(1, 0, {})).status()));
 }
 
 }  // namespace
