@@ -5,12 +5,18 @@
 
 #include "kedge/writer/optimizer_hook.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
 #include <functional>
 #include <map>
 #include <memory>
+#include <random>
+#include <span>
 #include <string>
 #include <thread>
 #include <utility>
@@ -21,7 +27,9 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kedge/engine/cpu/cpu_device.h"
+#include "kedge/engine/cpu/quantise.h"
 #include "kedge/engine/io/store.h"
+#include "kedge/format/fp8.h"
 #include "kedge/format/layout.h"
 #include "kedge/format/limits.h"
 #include "kedge/reader/fsck.h"
@@ -1022,6 +1030,391 @@ TEST_F(RanksHookTest, AFailureOfOneIsEverybodys) {
       PosixFileSystem()->List(JoinPath(temp_.Join("store"), ".staging"));
   ASSERT_TRUE(staged.ok());
   EXPECT_THAT(*staged, ::testing::IsEmpty());
+}
+
+// Three ranks whose shards end within rows of fp8 blocks. The hook quantises
+// none of it: each rank does, as docs/hook.md says, by the amax of whole
+// blocks, and gives its part of values and scales as residual tensors.
+class StraddlingFp8Test : public ::testing::TestWithParam<ScaleKind> {
+ protected:
+  static constexpr std::uint32_t kRanks = 3;
+  static constexpr std::uint64_t kCols = 200;
+  static constexpr std::uint64_t kBlockCols = 2;
+  static constexpr float kFloor = 1e-12f;
+
+  // One rank's part of a weight.
+  struct Part {
+    std::uint64_t begin = 0;  // elements of the whole
+    std::uint64_t end = 0;
+    std::uint64_t first_scale = 0;  // of those that this rank publishes
+    std::uint64_t last_scale = 0;
+    std::uint64_t flat_byte = 0;    // where its bf16 is in the parameter
+    DeviceMemory values;            // in device memory
+    std::vector<std::byte> scales;  // in host memory
+  };
+  struct Weight {
+    std::string name;
+    std::uint64_t rows = 0;
+    std::vector<std::uint64_t> cuts;
+    std::vector<std::uint16_t> bf16;  // the whole, as the optimizer has it
+    std::vector<Part> parts;
+
+    std::uint64_t elements() const { return rows * kCols; }
+    std::uint64_t block_rows() const { return (rows + 127) / 128; }
+    std::uint64_t blocks() const { return block_rows() * kBlockCols; }
+    std::string scales() const { return name + "_scale_inv"; }
+  };
+  static std::uint64_t BlockOf(std::uint64_t element) {
+    return element / kCols / 128 * kBlockCols + element % kCols / 128;
+  }
+
+  void Start() {
+    // Cut within the first and the second row of blocks; and one whose middle
+    // part is 20 elements of one row.
+    AddWeight("down", 300, {90 * kCols + 37, 140 * kCols + 111});
+    AddWeight("up", 150, {20 * kCols + 150, 20 * kCols + 170});
+    group_ = LocalCoordinator::MakeGroup(kRanks, std::chrono::seconds(60));
+    for (std::uint32_t rank = 0; rank < kRanks; ++rank) MakeRank(rank);
+    const auto made = OnRanks<absl::Status>(kRanks, [&](std::uint32_t rank) {
+      Quantise(rank);
+      auto hook = OptimizerHook::Create(WriterOf(rank), Init(), HookOf(rank));
+      if (hook.ok()) hooks_[rank] = *std::move(hook);
+      return hook.status();
+    });
+    for (const absl::Status& status : made) ASSERT_TRUE(status.ok()) << status;
+    history_.push_back(Expected());
+  }
+  void AddWeight(std::string name, std::uint64_t rows,
+                 std::vector<std::uint64_t> cuts) {
+    Weight weight;
+    weight.name = std::move(name);
+    weight.rows = rows;
+    weight.cuts = std::move(cuts);
+    weight.cuts.insert(weight.cuts.begin(), 0);
+    weight.cuts.push_back(weight.elements());
+    weight.bf16.resize(weight.elements());
+    for (auto& x : weight.bf16) {  // 0.01 to 0.05
+      x = static_cast<std::uint16_t>((random_() & 0x8000) |
+                                     (0x3c24 + random_() % 0x128));
+    }
+    weight.parts.resize(kRanks);
+    weights_.push_back(std::move(weight));
+  }
+  void MakeRank(std::uint32_t rank) {
+    devices_[rank] = std::make_unique<CpuDevice>(Late());
+    trainers_[rank] =
+        std::make_unique<HookTrainer>(devices_[rank].get(), 60 + rank);
+    HookTrainer& trainer = *trainers_[rank];
+    // Beside them a tensor as it is and one that the hook quantises.
+    constexpr std::uint64_t kPlain = 400;
+    const std::uint64_t own_rows = rank == 1 ? 128 : 0;
+    std::uint64_t bytes = kPlain + own_rows * 40 * 2;
+    for (Weight& weight : weights_) {
+      Part& part = weight.parts[rank];
+      part.begin = weight.cuts[rank];
+      part.end = weight.cuts[rank + 1];
+      // Whoever has a row of blocks' first element publishes its scales.
+      const auto first = [](std::uint64_t element) {
+        constexpr std::uint64_t kBlockRow = 128 * kCols;
+        return (element + kBlockRow - 1) / kBlockRow * kBlockCols;
+      };
+      part.first_scale = first(part.begin);
+      part.last_scale = first(part.end);
+      part.flat_byte = bytes;
+      bytes += ((part.end - part.begin) * 2 + 7) / 8 * 8;
+      part.values =
+          *devices_[rank]->Allocate(MemoryKind::kDevice, part.end - part.begin);
+      // One more: the rank that publishes none gives an address all the same.
+      part.scales.assign((part.last_scale - part.first_scale + 1) * 4,
+                         std::byte{0xa5});
+    }
+    const auto flat = trainer.AddFiniteParameter("flat", bytes);
+    trainer.AddTensor(flat, 0, "plain", DType::kBf16, {kRanks, kPlain / 2});
+    trainer.tensors().back().shard =
+        ElementRange{rank * kPlain / 2, (rank + 1) * kPlain / 2};
+    if (own_rows > 0) {
+      trainer.AddQuantised(flat, kPlain, "whole_blocks", {own_rows, 40},
+                           GetParam());
+    }
+    PutWeights(rank);
+    for (const Weight& weight : weights_) {
+      const Part& part = weight.parts[rank];
+      std::memcpy(trainer.Weights(flat) + part.flat_byte,
+                  trainer.Next(flat) + part.flat_byte,
+                  (part.end - part.begin) * 2);
+    }
+  }
+  WriterOptions WriterOf(std::uint32_t rank) {
+    WriterOptions options = Writer(temp_);
+    options.coordinator = group_[rank].get();
+    options.fs = &fs_[rank];
+    return options;
+  }
+  HookOptions HookOf(std::uint32_t rank) {
+    HookOptions options = trainers_[rank]->Options();
+    for (Weight& weight : weights_) {
+      Part& part = weight.parts[rank];
+      TrainerTensor values;
+      values.name = weight.name;
+      values.dtype = DType::kF8E4M3;
+      values.shape = {weight.rows, kCols};
+      values.data = part.values.data();
+      values.shard = ElementRange{part.begin, part.end};
+      options.residual.push_back(std::move(values));
+      TrainerTensor scales;
+      scales.name = weight.scales();
+      scales.dtype = DType::kF32;
+      scales.shape = {weight.block_rows(), kBlockCols};
+      scales.data = part.scales.data();
+      scales.shard = ElementRange{part.first_scale, part.last_scale};
+      options.residual.push_back(std::move(scales));
+    }
+    return options;
+  }
+
+  // What the optimizer of a rank makes of its part.
+  void PutWeights(std::uint32_t rank) {
+    for (const Weight& weight : weights_) {
+      const Part& part = weight.parts[rank];
+      std::memcpy(trainers_[rank]->Next(0) + part.flat_byte,
+                  weight.bf16.data() + part.begin, (part.end - part.begin) * 2);
+    }
+  }
+  // The greatest of every rank's, at every rank: what a trainer's all_reduce
+  // does. A round of the hook's Coordinator, between EndStep and Publish.
+  std::vector<std::uint16_t> LargestOfAll(std::uint32_t rank,
+                                          std::vector<std::uint16_t> own) {
+    const auto bytes = std::as_bytes(std::span(own));
+    const auto all = group_[rank]->Gather("amax", bytes);
+    EXPECT_TRUE(all.ok()) << all.status();
+    if (rank == 0 && all.ok()) {
+      for (const std::vector<std::byte>& one : *all) {
+        for (std::size_t i = 0; i < own.size(); ++i) {
+          std::uint16_t other = 0;
+          std::memcpy(&other, one.data() + 2 * i, sizeof(other));
+          own[i] = std::max(own[i], other);
+        }
+      }
+    }
+    const auto largest = group_[rank]->Broadcast("amax", bytes);
+    EXPECT_TRUE(largest.ok()) << largest.status();
+    if (largest.ok()) {
+      std::memcpy(own.data(), largest->data(), largest->size());
+    }
+    return own;
+  }
+  // A rank's own parts of values and scales, from its bf16 and all ranks' amax.
+  void Quantise(std::uint32_t rank) {
+    HookTrainer& trainer = *trainers_[rank];
+    for (Weight& weight : weights_) {
+      Part& part = weight.parts[rank];
+      std::vector<std::uint16_t> x(part.end - part.begin);
+      std::memcpy(x.data(), trainer.Next(0) + part.flat_byte, x.size() * 2);
+      std::vector<std::uint16_t> amax(weight.blocks());
+      for (std::uint64_t i = 0; i < x.size(); ++i) {
+        std::uint16_t& largest = amax[BlockOf(part.begin + i)];
+        largest = std::max<std::uint16_t>(largest, x[i] & kBf16Magnitude);
+      }
+      amax = LargestOfAll(rank, std::move(amax));
+      std::vector<float> scales;
+      for (const std::uint16_t largest : amax) {
+        const float as_float = FloatOfBf16(largest);
+        scales.push_back(GetParam() == ScaleKind::kExact
+                             ? Fp8ExactScale(as_float, kFloor)
+                             : Fp8PowerOfTwoScale(as_float, kFloor));
+      }
+      std::vector<std::uint8_t> values(x.size());
+      for (std::uint64_t i = 0; i < x.size(); ++i) {
+        values[i] = Fp8OfFloat(
+            DivideIeee(FloatOfBf16(x[i]), scales[BlockOf(part.begin + i)]));
+      }
+      std::memcpy(part.scales.data(), scales.data() + part.first_scale,
+                  (part.last_scale - part.first_scale) * 4);
+      EXPECT_TRUE(devices_[rank]
+                      ->Copy(part.values.data(), values.data(), values.size(),
+                             trainer.stream())
+                      .ok());
+      EXPECT_TRUE(devices_[rank]->WaitForStream(trainer.stream()).ok());
+    }
+  }
+
+  // The rule of engine/cpu on whole weights, which no rank has.
+  ModelBytes Expected() const {
+    ModelBytes model;
+    for (const auto& trainer : trainers_) {
+      for (auto& [name, bytes] : trainer->Expected()) {
+        auto& all = model[name];
+        all.insert(all.end(), bytes.begin(), bytes.end());
+      }
+    }
+    for (const Weight& weight : weights_) {
+      std::vector<std::byte>& values = model[weight.name];
+      values.assign(weight.elements(), std::byte{0x7f});
+      std::vector<float> scales(weight.blocks(), -1);
+      QuantiseTask task;
+      task.source = reinterpret_cast<const std::byte*>(weight.bf16.data());
+      task.source_row_stride_bytes = kCols * 2;
+      task.rows = weight.rows;
+      task.cols = kCols;
+      task.values = values.data();
+      task.scales = scales.data();
+      std::uint64_t bad = 0;
+      QuantiseBatch batch;
+      batch.tasks = &task;
+      batch.task_count = 1;
+      batch.block_count = weight.blocks();
+      batch.scale_kind = GetParam();
+      batch.floor = kFloor;
+      batch.first_bad_block = &bad;
+      kedge::Quantise(batch);
+      EXPECT_EQ(bad, ~std::uint64_t{0});
+      const auto bytes = std::as_bytes(std::span(scales));
+      model[weight.scales()].assign(bytes.begin(), bytes.end());
+    }
+    return model;
+  }
+
+  // The bits of weights move by one, about one in thirty.
+  void Nudge() {
+    for (Weight& weight : weights_) {
+      for (std::uint16_t& x : weight.bf16) x ^= random_() % 30 == 0 ? 1 : 0;
+    }
+  }
+  // What all weights are by now, as a step of the hook.
+  void Step(std::uint64_t step, bool anchor, bool published = true) {
+    SCOPED_TRACE(absl::StrCat("v", step));
+    const auto results = OnRanks<absl::Status>(kRanks, [&](std::uint32_t rank) {
+      OptimizerHook& hook = *hooks_[rank];
+      absl::Status status = hook.BeginStep(step, anchor);
+      trainers_[rank]->Optimize(0.02);
+      PutWeights(rank);
+      status.Update(
+          trainers_[rank]->Write(hook, trainers_[rank]->Ranges(false)));
+      status.Update(hook.EndStep());
+      Quantise(rank);
+      if (!published) return status;
+      const auto result = hook.Publish();
+      status.Update(result.status());
+      if (result.ok()) status.Update(result->publish.anchor_status);
+      return status;
+    });
+    for (const absl::Status& status : results) {
+      ASSERT_TRUE(status.ok()) << status;
+    }
+    if (!published) return;
+    history_.resize(step + 1);
+    history_[step] = Expected();
+    ExpectVersion(Path(), step, history_[step]);
+  }
+  std::string Path() const { return temp_.Join("store"); }
+  // Whether a step's delta has a record of a tensor.
+  bool Travels(std::uint64_t step, const std::string& tensor) {
+    const auto ordinal = hooks_[0]->store_writer().table().Find(tensor);
+    EXPECT_TRUE(ordinal.ok()) << ordinal.status();
+    for (const auto& [record, bytes] : Records(Path(), step)) {
+      if (record.first == *ordinal) return true;
+    }
+    return false;
+  }
+
+  const TempDirectory temp_;
+  std::mt19937_64 random_{71};
+  FaultFileSystem fs_[kRanks];
+  std::unique_ptr<CpuDevice> devices_[kRanks];
+  std::unique_ptr<HookTrainer> trainers_[kRanks];
+  std::vector<Weight> weights_;  // their memory outlives the hooks
+  std::vector<std::unique_ptr<LocalCoordinator>> group_;
+  std::unique_ptr<OptimizerHook> hooks_[kRanks];
+  std::vector<ModelBytes> history_;  // by step
+};
+
+INSTANTIATE_TEST_SUITE_P(Scales, StraddlingFp8Test,
+                         ::testing::Values(ScaleKind::kExact,
+                                           ScaleKind::kPowerOfTwo),
+                         [](const auto& test) {
+                           return test.param == ScaleKind::kExact
+                                      ? "Exact"
+                                      : "PowersOfTwo";
+                         });
+
+TEST_P(StraddlingFp8Test, TravelsAsResidualTensorsWithItsScales) {
+  Start();
+  ExpectVersion(Path(), 0, history_[0]);
+  // One weight of one rank moves a scale, and the values of other ranks. The
+  // second of these steps has an anchor.
+  struct Move {
+    std::uint32_t rank;
+    std::uint64_t offset;  // elements in its part
+    std::uint16_t bits;
+  };
+  const std::vector<Move> moves = {
+      {1, 5, 0x3f80}, {2, 7, 0x4080}, {0, 3, 0x4180}};
+  std::uint64_t step = 0;
+  for (const Move& move : moves) {
+    ++step;
+    for (Weight& weight : weights_) {
+      weight.bf16[weight.cuts[move.rank] + move.offset] = move.bits;
+    }
+    ASSERT_NO_FATAL_FAILURE(Step(step, /*anchor=*/step == 2));
+    for (const Weight& weight : weights_) {
+      SCOPED_TRACE(absl::StrCat("v", step, " ", weight.name));
+      EXPECT_NE(history_[step].at(weight.scales()),
+                history_[step - 1].at(weight.scales()));
+      const std::uint64_t block = BlockOf(weight.cuts[move.rank] + move.offset);
+      // Somebody else's values of that block.
+      std::uint64_t others = 0;
+      for (std::uint64_t i = 0; i < weight.elements(); ++i) {
+        const bool own =
+            i >= weight.cuts[move.rank] && i < weight.cuts[move.rank + 1];
+        const bool moved = history_[step].at(weight.name)[i] !=
+                           history_[step - 1].at(weight.name)[i];
+        if (moved) {
+          EXPECT_EQ(BlockOf(i), block) << i;
+        }
+        others += moved && !own;
+      }
+      EXPECT_GT(others, 0u);
+      EXPECT_TRUE(Travels(step, weight.name));
+      EXPECT_TRUE(Travels(step, weight.scales()));
+    }
+  }
+  // They fall back, while all else moves; then values move alone.
+  for (const Move& move : moves) {
+    for (Weight& weight : weights_) {
+      weight.bf16[weight.cuts[move.rank] + move.offset] = 0x3c80;
+    }
+  }
+  Nudge();
+  ASSERT_NO_FATAL_FAILURE(Step(4, false));
+  for (Weight& weight : weights_) {
+    EXPECT_TRUE(Travels(4, weight.name));
+    EXPECT_TRUE(Travels(4, weight.scales()));
+    weight.bf16[weight.cuts[1] + 2] = 0x3c30;
+  }
+  ASSERT_NO_FATAL_FAILURE(Step(5, false));
+  for (const Weight& weight : weights_) {
+    EXPECT_TRUE(Travels(5, weight.name));
+    EXPECT_FALSE(Travels(5, weight.scales()));
+  }
+  // A step given up leaves nothing, and a root is whole.
+  weights_[0].bf16[weights_[0].cuts[1] + 5] = 0x4280;
+  ASSERT_NO_FATAL_FAILURE(Step(6, false, /*published=*/false));
+  Nudge();
+  ASSERT_NO_FATAL_FAILURE(Step(7, true));
+  Nudge();
+  ASSERT_NO_FATAL_FAILURE(Step(8, false));
+
+  for (const std::uint64_t published : {0, 1, 2, 3, 4, 5, 7, 8}) {
+    ExpectVersion(Path(), published, history_[published]);
+  }
+  const FsckReport report = ExpectClean(Path());
+  EXPECT_EQ(report.anchors_checked, 3u);
+  // A trainer that goes on later has what was published.
+  const auto again = OnRanks<absl::Status>(kRanks, [&](std::uint32_t rank) {
+    hooks_[rank].reset();
+    return OptimizerHook::Open(WriterOf(rank), HookOf(rank)).status();
+  });
+  for (const absl::Status& status : again) EXPECT_TRUE(status.ok()) << status;
 }
 
 }  // namespace
