@@ -313,10 +313,12 @@ void EngineMemory::Load(const ModelBytes& model) {
   Push();
 }
 
-std::string EngineMemory::Difference(const ModelBytes& model) const {
+std::string EngineMemory::Difference(const ModelBytes& model,
+                                     const std::string& only) const {
   Pull();
   std::string difference;
   for (const Planned& planned : planned_) {
+    if (!only.empty() && planned.target.name != only) continue;
     const std::vector<std::byte>& bytes = model.at(planned.target.name);
     const std::uint64_t element = ElementBytes(planned.target.dtype);
     ForEach(planned, [&](std::uint64_t flat, std::uint64_t at) {

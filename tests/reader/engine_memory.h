@@ -67,8 +67,10 @@ class EngineMemory {
   // Puts a model into every target.
   void Load(const ModelBytes& model);
   // Empty if every target holds `model` bit for bit and no byte outside of the
-  // targets was written since Fill; else says where not.
-  std::string Difference(const ModelBytes& model) const;
+  // targets was written since Fill; else says where not. With a name: of the
+  // targets, only those of that tensor.
+  std::string Difference(const ModelBytes& model,
+                         const std::string& only = "") const;
   // The address of an element of a tensor, in the first target that has it.
   // Memory that only the device can reach: in a copy; Push brings changes back.
   std::byte* At(const std::string& name, std::uint64_t element);
