@@ -7,9 +7,9 @@
 // shards of a model of so many bytes (default 4 GiB). One pair: all ranks
 // publish a step and its anchor, which writes every byte; and as many groups of
 // threads pwrite files of the same sizes in pieces of 8 MiB from the same
-// memory, tell storage to begin with each, fsync and close them. The order
-// within pairs alternates. KEDGE_BENCH_DIR chooses the directory (default:
-// $HOME); it needs N bytes free, memory twice as much.
+// memory, space reserved first, tell storage to begin with each, fsync and
+// close them. The order within pairs alternates. KEDGE_BENCH_DIR chooses the
+// directory (default: $HOME); it needs N bytes free, memory twice as much.
 
 #include <fcntl.h>
 #include <stdlib.h>
@@ -108,7 +108,9 @@ absl::Status PlainWrite(const Model& model, const std::string& directory,
     for (std::size_t i = next++; i < files.size(); i = next++) {
       const std::string path = JoinPath(directory, files[i].name);
       const int file = open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL, 0644);
-      bool ok = file >= 0;
+      bool ok =
+          file >= 0 &&
+          posix_fallocate(file, 0, static_cast<off_t>(files[i].bytes)) == 0;
       const std::vector<std::uint16_t>& source =
           model.tensors[i % model.tensors.size()];
       for (std::uint64_t at = 0; ok && at < files[i].bytes; at += kPieceBytes) {

@@ -9,7 +9,8 @@
 // and written by one of T threads, files synced and closed, MANIFEST with the
 // piece hashes and COMMIT, rename, directories synced. Plain is one thread per
 // file, pwrite of 8 MiB from the same buffer, fsync, close: no hashes, no
-// commit. Both tell storage to begin with each piece (sync_file_range). Each
+// commit. Both reserve a file's space first and tell storage to begin with each
+// piece (sync_file_range). Each
 // set is then read back with cold caches, kedge's through IoPool with every
 // hash checked, the plain one by one thread per file, and removed before the
 // next one. The order within pairs alternates. KEDGE_BENCH_DIR chooses the
@@ -197,7 +198,8 @@ bool PlainWriteFile(const Bench& bench, std::uint32_t f) {
   const int descriptor =
       open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
   if (descriptor < 0) return false;
-  bool ok = true;
+  bool ok =
+      posix_fallocate(descriptor, 0, static_cast<off_t>(bench.file_bytes)) == 0;
   for (std::uint64_t piece = 0; ok && piece < PieceCount(bench.file_bytes);
        ++piece) {
     const std::uint64_t bytes = PieceSize(bench.file_bytes, piece);
