@@ -487,8 +487,9 @@ KEDGE_API kedge_status kedge_hook_on_update(kedge_hook* hook,
                                             void* stream, uint64_t* ticket,
                                             kedge_error** error);
 /* Whether the source of a ticket may be overwritten: *passed is 1 or 0. An
- * error: the device did not say that it has read it. From any thread; so is
- * kedge_hook_wait_for. */
+ * error: the device did not say that it has read it; call kedge_hook_end_step
+ * before the weights are put right, as others are on their way. From any
+ * thread; so is kedge_hook_wait_for. */
 KEDGE_API kedge_status kedge_hook_has_passed(const kedge_hook* hook,
                                              uint64_t ticket, int32_t* passed,
                                              kedge_error** error);

@@ -154,7 +154,8 @@ class OptimizerHook {
                                   const void* pinned_source,
                                   DeviceStream h2d_stream);
   // Whether the source of a ticket is free to be written again. Not OK: the
-  // device did not say that it has read it.
+  // device did not say that it has read it. The hook still works on other
+  // chunks then: call EndStep before the weights are put right.
   absl::StatusOr<bool> HasPassed(Ticket ticket) const;
   absl::Status WaitFor(Ticket ticket) const;
 

@@ -860,6 +860,8 @@ TEST(HookFaultTest, WeightsThatDidNotArriveAreSaidBeforeAnythingElse) {
   const OptimizerHook::Ticket first{1};
   EXPECT_EQ((*hook)->WaitFor(first).message(), stepped.message());
   EXPECT_EQ((*hook)->HasPassed(first).status().message(), stepped.message());
+  // Nothing works on the weights once the step has been ended.
+  EXPECT_EQ((*hook)->EndStep().message(), stepped.message());
   broken = false;
   trainer.PutRight();
   ASSERT_TRUE(trainer.Step(**hook, 2, true, 0.05).ok());
