@@ -109,7 +109,6 @@ void Binding::Sum(IoPool* pool, const L61Summer& summer, Sums* sums) const {
       });
   KEDGE_CHECK(summed.ok());  // summing cannot fail
   sums->residues.assign(residues_.size(), 0);
-  sums->elements = summed_elements_;
   sums->bytes = 0;
   for (std::size_t i = 0; i < jobs_.size(); ++i) {
     std::uint64_t& residue = sums->residues[jobs_[i].residue];

@@ -48,12 +48,12 @@ class Binding {
   // ranks of a group add up. Reads every byte of every own part once.
   struct Sums {
     std::vector<std::uint64_t> residues;  // residue_count()
-    std::uint64_t elements = 0;           // that were read, here
-    std::uint64_t bytes = 0;              // of them
+    std::uint64_t bytes = 0;              // that were read
     // What each thread's work came to; stays, to be used again.
     std::vector<std::uint64_t> parts;
   };
   std::size_t residue_count() const { return residues_.size(); }
+  // That Sum reads.
   std::uint64_t summed_elements() const { return summed_elements_; }
   // In host memory; replaces `*sums`.
   void Sum(IoPool* pool, const L61Summer& summer, Sums* sums) const;
@@ -102,7 +102,7 @@ class Binding {
   const std::vector<const WeightSet*>* sets_;
   bool grouped_;
   std::uint64_t verifiable_tensors_ = 0;
-  std::uint64_t summed_elements_ = 0;  // of all boxes of all residues
+  std::uint64_t summed_elements_ = 0;
   std::vector<TileGrid> grids_;
   std::vector<std::uint32_t> tie_counts_;  // names that share the storage
   std::vector<Residue> residues_;          // ascending by (tensor, cover)

@@ -397,7 +397,6 @@ absl::StatusOr<DeviceSums*> DeviceBackend::SumsOf(
 absl::Status DeviceBackend::Sum(const SharedBinding& binding,
                                 Binding::Sums* sums) {
   KEDGE_ASSIGN_OR_RETURN(DeviceSums* const ready, SumsOf(binding));
-  sums->elements = binding->summed_elements();
   sums->bytes = 0;
   if (ready == nullptr) {
     sums->residues.assign(binding->residue_count(), 0);

@@ -348,7 +348,6 @@ Follower::Impl::Own Follower::Impl::SumOwn(
   own.status = backend->Sum(bound, &own.sums);
   if (!own.status.ok()) {
     own.sums.residues.assign(bound->residue_count(), 0);
-    own.sums.elements = 0;
     own.sums.bytes = 0;
   }
   return own;
@@ -394,7 +393,7 @@ absl::Status Follower::Impl::AfterVote(Prepared* next,
     mine = std::move(summed.status);
     own = std::move(summed.sums);
     result->verify_seconds += SecondsSince(start);
-    result->elements_verified += own.elements;
+    result->elements_verified += next->binding->summed_elements();
     result->bytes_verified += own.bytes;
   }
   const auto total =

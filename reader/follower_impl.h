@@ -171,8 +171,7 @@ struct Follower::Impl {
   // What memory holds, for a process that holds every cover alone.
   struct Comparison {
     std::vector<Binding::Mismatch> mismatches;  // ascending by tensor
-    std::uint64_t elements = 0;                 // that were read
-    std::uint64_t bytes = 0;                    // of them
+    std::uint64_t bytes = 0;                    // that were read
   };
   // Makes ready what Compare and SumOwn need, so that a pause has no need to.
   absl::Status PrepareSums(const std::shared_ptr<const Binding>& bound);
