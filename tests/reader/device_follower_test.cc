@@ -26,7 +26,6 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kedge/engine/cpu/cpu_device.h"
-#include "kedge/engine/cpu/quantise.h"
 #include "kedge/format/fixed_files.h"
 #include "kedge/reader/follower.h"
 #include "kedge/tests/engine/device/test_device.h"
@@ -34,6 +33,7 @@
 #include "kedge/tests/reader/published_run.h"
 #include "kedge/tests/reader/reader_group.h"
 #include "kedge/tests/reader/scripted_device.h"
+#include "kedge/tests/support/fp8_form.h"
 #include "kedge/tests/support/sanitized.h"
 
 namespace kedge {
@@ -1285,29 +1285,11 @@ class Fp8Trainer {
   }
   void QuantiseInto(ModelBytes* model) const {
     for (const Fp8Matrix& matrix : Fp8Matrices()) {
-      std::vector<std::byte>& values = model->at(matrix.name);
-      std::vector<float> scales(kFp8Blocks * kFp8Blocks);
-      QuantiseTask task;
-      task.source =
-          reinterpret_cast<const std::byte*>(weights_.at(matrix.name).data());
-      task.source_row_stride_bytes = kFp8Cols * 2;
-      task.rows = kFp8Rows;
-      task.cols = kFp8Cols;
-      task.values = values.data();
-      task.scales = scales.data();
-      std::uint64_t bad = 0;
-      QuantiseBatch batch;
-      batch.tasks = &task;
-      batch.task_count = 1;
-      batch.block_count = scales.size();
-      batch.scale_kind = matrix.scale_kind;
-      batch.floor = 1e-12f;
-      batch.first_bad_block = &bad;
-      Quantise(batch);
-      ASSERT_EQ(bad, ~std::uint64_t{0});
-      const auto bytes = std::as_bytes(std::span(scales));
-      std::copy(bytes.begin(), bytes.end(),
-                model->at(ScalesOf(matrix.name)).begin());
+      const Fp8Form form = Fp8FormOf(weights_.at(matrix.name), kFp8Rows,
+                                     kFp8Cols, matrix.scale_kind, 1e-12f);
+      model->at(matrix.name) = form.values;
+      const auto bytes = std::as_bytes(std::span(form.scales));
+      model->at(ScalesOf(matrix.name)).assign(bytes.begin(), bytes.end());
     }
   }
 

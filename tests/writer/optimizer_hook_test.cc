@@ -27,13 +27,13 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kedge/engine/cpu/cpu_device.h"
-#include "kedge/engine/cpu/quantise.h"
 #include "kedge/engine/io/store.h"
 #include "kedge/format/fp8.h"
 #include "kedge/format/layout.h"
 #include "kedge/format/limits.h"
 #include "kedge/reader/fsck.h"
 #include "kedge/tests/support/fault_file_system.h"
+#include "kedge/tests/support/fp8_form.h"
 #include "kedge/tests/support/sanitized.h"
 #include "kedge/tests/support/temp_directory.h"
 #include "kedge/tests/support/test_model.h"
@@ -1250,27 +1250,10 @@ class StraddlingFp8Test : public ::testing::TestWithParam<ScaleKind> {
       }
     }
     for (const Weight& weight : weights_) {
-      std::vector<std::byte>& values = model[weight.name];
-      values.assign(weight.elements(), std::byte{0x7f});
-      std::vector<float> scales(weight.blocks(), -1);
-      QuantiseTask task;
-      task.source = reinterpret_cast<const std::byte*>(weight.bf16.data());
-      task.source_row_stride_bytes = kCols * 2;
-      task.rows = weight.rows;
-      task.cols = kCols;
-      task.values = values.data();
-      task.scales = scales.data();
-      std::uint64_t bad = 0;
-      QuantiseBatch batch;
-      batch.tasks = &task;
-      batch.task_count = 1;
-      batch.block_count = weight.blocks();
-      batch.scale_kind = GetParam();
-      batch.floor = kFloor;
-      batch.first_bad_block = &bad;
-      kedge::Quantise(batch);
-      EXPECT_EQ(bad, ~std::uint64_t{0});
-      const auto bytes = std::as_bytes(std::span(scales));
+      Fp8Form form =
+          Fp8FormOf(weight.bf16, weight.rows, kCols, GetParam(), kFloor);
+      model[weight.name] = std::move(form.values);
+      const auto bytes = std::as_bytes(std::span(form.scales));
       model[weight.scales()].assign(bytes.begin(), bytes.end());
     }
     return model;
