@@ -10,11 +10,11 @@
 // piece hashes and COMMIT, rename, directories synced. Plain is one thread per
 // file, pwrite of 8 MiB from the same buffer, fsync, close: no hashes, no
 // commit. Both reserve a file's space first and tell storage to begin with each
-// piece (sync_file_range). Each
-// set is then read back with cold caches, kedge's through IoPool with every
-// hash checked, the plain one by one thread per file, and removed before the
-// next one. The order within pairs alternates. KEDGE_BENCH_DIR chooses the
-// directory (default: $HOME); it needs N bytes free.
+// piece (sync_file_range). Each set is then read back with cold caches, kedge's
+// through IoPool with every hash checked, the plain one by one thread per file,
+// and removed before the next one. The order within pairs alternates.
+// KEDGE_BENCH_DIR chooses the directory (default: $HOME); it needs N bytes
+// free.
 
 #include <fcntl.h>
 #include <stdlib.h>

@@ -365,13 +365,22 @@ absl::Status RunLoop(const Options& options, Json* report) {
           : FormatFsckReport(fsck).c_str());
   if (!fsck.clean()) return absl::DataLossError("fsck has findings");
 
-  const auto median = [&](auto value) {
+  Json steps = Json::array();
+  for (std::size_t i = 0; i < lines.size(); ++i) {
+    steps.push_back(JsonOf(i + 1, lines[i]));
+  }
+  Json medians = Json::object();
+  for (const char* name :
+       {"pass_seconds", "drain_seconds", "guard_seconds", "commit_seconds",
+        "engine_prefetch_seconds", "engine_apply_seconds",
+        "engine_verify_seconds", "engine_pause_seconds",
+        "published_to_ready_seconds"}) {
     std::vector<double> values;
-    for (std::size_t i = 2; i < lines.size(); ++i) {  // from v3 on
-      values.push_back(value(lines[i]));
+    for (std::size_t i = 2; i < steps.size(); ++i) {  // from v3 on
+      values.push_back(steps[i].at(name).get<double>());
     }
-    return Median(std::move(values));
-  };
+    medians[name] = Median(std::move(values));
+  }
   Json engine_devices = Json::array();
   Json reducers = Json::array();
   for (std::uint32_t e = 0; e < engines; ++e) {
@@ -405,33 +414,7 @@ absl::Status RunLoop(const Options& options, Json* report) {
              {"hook_pinned_bytes", memory.pinned_bytes},
              {"hook_residual_bytes", memory.residual_bytes},
              {"host_memory_max_kib", usage.ru_maxrss},
-             {"medians_from_v3",
-              {{"pass_seconds", median([](const StepLine& l) {
-                  return l.trainer.pass_seconds;
-                })},
-               {"drain_seconds", median([](const StepLine& l) {
-                  return l.trainer.hook.drain_seconds;
-                })},
-               {"guard_seconds", median([](const StepLine& l) {
-                  return l.trainer.hook.guard_seconds;
-                })},
-               {"commit_seconds", median([](const StepLine& l) {
-                  return l.trainer.hook.commit_seconds;
-                })},
-               {"engine_prefetch_seconds",
-                median([](const StepLine& l) { return l.prefetch_seconds; })},
-               {"engine_apply_seconds",
-                median([](const StepLine& l) { return l.apply_seconds; })},
-               {"engine_verify_seconds",
-                median([](const StepLine& l) { return l.verify_seconds; })},
-               {"engine_pause_seconds",
-                median([](const StepLine& l) { return l.pause_seconds; })},
-               {"published_to_ready_seconds",
-                median([](const StepLine& l) { return l.ready_seconds; })}}}};
-  Json steps = Json::array();
-  for (std::size_t i = 0; i < lines.size(); ++i) {
-    steps.push_back(JsonOf(i + 1, lines[i]));
-  }
+             {"medians_from_v3", medians}};
   (*report)["per_step"] = std::move(steps);
   return absl::OkStatus();
 }
